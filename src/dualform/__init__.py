@@ -1,0 +1,24 @@
+"""dualform: every prediction, traced to the training that made it."""
+
+__version__ = "0.1.0"
+
+from dualform.errors import DualformError
+from dualform.memory import Memory
+from dualform.read import Audit, Ranking, Reading, Run, Scores, Spotlight, Timeline
+from dualform.read import open_run as open
+from dualform.record import Recorder, record
+
+__all__ = [
+    "Audit",
+    "DualformError",
+    "Memory",
+    "Ranking",
+    "Reading",
+    "Recorder",
+    "Run",
+    "Scores",
+    "Spotlight",
+    "Timeline",
+    "open",
+    "record",
+]

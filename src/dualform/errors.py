@@ -1,0 +1,89 @@
+"""Every error dualform raises on purpose.
+
+    DualformError
+    ├── LedgerError (OSError)        the run folder cannot be written or read
+    │   ├── NotARunError             the path holds something else, or nothing
+    │   ├── RunExistsError           the path already holds a run
+    │   ├── RunLockedError           another process is recording into it
+    │   ├── FormatVersionError       the run was written by a newer format
+    │   └── CorruptError             a committed file does not match its log
+    ├── RecordingError (RuntimeError)  the training loop cannot be booked
+    │   ├── SampleIdsError (ValueError)   ids that do not fit the batch
+    │   └── NonFiniteError           NaN or infinity reached a gradient
+    └── ReadingError (ValueError)    a question the run cannot answer
+        ├── UnknownLayerError (KeyError)  no such layer or book
+        ├── UnknownStepError         no such step
+        ├── UnknownSampleError (KeyError) no such sample
+        └── ModelMismatchError       the model is not the one that was recorded
+
+Each is also the builtin named in parentheses, so `except OSError` keeps working.
+
+>>> from dualform.errors import DualformError, LedgerError
+>>> issubclass(LedgerError, DualformError), issubclass(LedgerError, OSError)
+(True, True)
+"""
+
+from __future__ import annotations
+
+
+class DualformError(Exception):
+    """The family of all errors raised by dualform."""
+
+    def __str__(self) -> str:  # KeyError would print the message quoted
+        return str(self.args[0]) if self.args else ""
+
+
+class LedgerError(DualformError, OSError):
+    """The run folder cannot be written or read."""
+
+
+class NotARunError(LedgerError):
+    """The path does not hold a dualform run."""
+
+
+class RunExistsError(LedgerError):
+    """The path already holds a run, and nothing said to go on or to replace it."""
+
+
+class RunLockedError(LedgerError):
+    """Another process is recording into this run."""
+
+
+class FormatVersionError(LedgerError):
+    """The run was written by a newer version of the format."""
+
+
+class CorruptError(LedgerError):
+    """A committed file does not match what the log says of it."""
+
+
+class RecordingError(DualformError, RuntimeError):
+    """The training loop does something that cannot be booked."""
+
+
+class SampleIdsError(RecordingError, ValueError):
+    """The sample ids do not fit the batch."""
+
+
+class NonFiniteError(RecordingError):
+    """NaN or infinity reached a gradient."""
+
+
+class ReadingError(DualformError, ValueError):
+    """The run cannot answer this question."""
+
+
+class UnknownLayerError(ReadingError, KeyError):
+    """The run has no such layer or book."""
+
+
+class UnknownStepError(ReadingError):
+    """The run has no such step."""
+
+
+class UnknownSampleError(ReadingError, KeyError):
+    """The run has no such sample."""
+
+
+class ModelMismatchError(ReadingError):
+    """The model is not the one this run recorded."""

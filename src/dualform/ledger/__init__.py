@@ -1,0 +1,19 @@
+"""The run folder: written crash-safe, read as far as its log vouches."""
+
+from dualform.ledger.background import Background
+from dualform.ledger.format import Book, RunInfo, Stream
+from dualform.ledger.reader import Ledger
+from dualform.ledger.samples import Samples, SampleTable
+from dualform.ledger.writer import Block, LedgerWriter
+
+__all__ = [
+    "Background",
+    "Block",
+    "Book",
+    "Ledger",
+    "LedgerWriter",
+    "RunInfo",
+    "SampleTable",
+    "Samples",
+    "Stream",
+]

@@ -1,0 +1,64 @@
+"""A thread that turns what training hands over into committed shards."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Background(Generic[Item]):
+    """Runs `work(item)` for each item put, in order, on one thread.
+
+    At most `waiting` items wait; a further `put` blocks, so a slow disk slows training down instead
+    of filling memory. An error in `work` stops the thread and is raised at every later call.
+
+    >>> done = []
+    >>> background = Background(done.append)
+    >>> background.put(1); background.put(2); background.close()
+    >>> done
+    [1, 2]
+    """
+
+    def __init__(self, work: Callable[[Item], None], waiting: int = 2) -> None:
+        self._work = work
+        self._queue: queue.Queue[Item | None] = queue.Queue(maxsize=waiting)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dualform-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        """Hands an item over; blocks while too many wait."""
+        self.raise_error()
+        self._queue.put(item)
+
+    def wait(self) -> None:
+        """Returns when everything put has been worked off."""
+        self._queue.join()
+        self.raise_error()
+
+    def close(self) -> None:
+        """Works everything off and ends the thread."""
+        self._queue.put(None)
+        self._thread.join()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raises the error the thread met, if it met one."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    self._work(item)
+            except BaseException as error:
+                self._error = error
+            finally:
+                del item  # the arrays of a finished block must not outlive it
+                self._queue.task_done()
+        self._queue.task_done()

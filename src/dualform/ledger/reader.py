@@ -1,0 +1,169 @@
+"""Reading a run folder: what the logs vouch for, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualform.errors import CorruptError, UnknownStepError
+from dualform.ledger.format import INITIAL_FILE, LOG_FILE, RunInfo, open_line, read_info
+from dualform.ledger.tensors import TensorFile
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A committed file: its log record, and the file opened."""
+
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The last step the file speaks of."""
+        return int(self.record["last" if self.record["kind"] == "rows" else "step"])
+
+    @cached_property
+    def file(self) -> TensorFile:
+        """The arrays, after a glance at the length."""
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size != self.record["bytes"]:
+            raise CorruptError(
+                f"'{self.path}' has {size:,} bytes, its log says {self.record['bytes']:,}; "
+                "restore the file from a copy of the run."
+            )
+        return TensorFile(self.path)
+
+
+@dataclass
+class _Writer:
+    """One writer's log, up to its first bad line."""
+
+    folder: Path
+    start: dict[str, Any]
+    commits: list[Commit] = field(default_factory=list)
+
+    def truncate(self, step: int) -> None:
+        """Drops what lies beyond the step a later writer resumed from."""
+        self.commits = [commit for commit in self.commits if commit.step <= step]
+
+
+class Ledger:
+    """A run folder, opened for reading: shards of rows, weights at some steps, small columns.
+
+    It holds what was committed when it was opened; open it again to see more of a live run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.info: RunInfo = read_info(path)
+        self._writers = _valid_writers(path)
+        commits = [commit for writer in self._writers for commit in writer.commits]
+        self.shards = [c for c in commits if c.record["kind"] == "rows"]
+        self._weights = {c.record["step"]: c for c in commits if c.record["kind"] == "weights"}
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is committed."""
+        return max((shard.step for shard in self.shards), default=0)
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """What each writer noted when it began."""
+        return [writer.start for writer in self._writers]
+
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """Remarks made while recording, in order."""
+        return [note for shard in self.shards for note in shard.record["notes"]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything committed."""
+        committed = [*self.shards, *self._weights.values()]
+        initial = (self.path / INITIAL_FILE).stat().st_size
+        return initial + sum(int(commit.record["bytes"]) for commit in committed)
+
+    def array_bytes(self, name: str) -> int:
+        """Bytes one array takes over all shards."""
+        files = [shard.file for shard in self.shards]
+        return sum(file.entries[name].nbytes for file in files if name in file)
+
+    def column(self, name: str) -> Tensor:
+        """A small array over the whole run, in memory."""
+        parts = [shard.file.read(name) for shard in self.shards if name in shard.file]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    @property
+    def kept_steps(self) -> list[int]:
+        """The steps whose weights were kept; 0 is the start."""
+        return [0, *sorted(self._weights)]
+
+    @property
+    def marks(self) -> dict[int, str]:
+        """Why the weights of a step were kept: "flush", "checkpoint" or "final"."""
+        return {step: self._weights[step].record["mark"] for step in sorted(self._weights)}
+
+    def weights(self, step: int) -> dict[str, Tensor]:
+        """Every parameter as it was after `step`, exactly as kept."""
+        if step == 0:
+            file = TensorFile(self.path / INITIAL_FILE)
+        elif step in self._weights:
+            file = self._weights[step].file
+        else:
+            raise UnknownStepError(
+                f"the weights of step {step} were not kept; those of {self.kept_steps} were."
+            )
+        return {name: file.read(name) for name in file.entries}
+
+    def check(self) -> Iterator[tuple[Path, str]]:
+        """Reads every committed byte and yields (file, problem) for each one that is wrong."""
+        for commit in [*self.shards, *self._weights.values()]:
+            try:
+                checksum = commit.file.checksum()
+            except CorruptError as error:
+                yield commit.path, str(error)
+                continue
+            if checksum != commit.record["crc32"]:
+                yield commit.path, f"'{commit.path}' is altered: its checksum does not match."
+
+
+def _valid_writers(path: Path) -> list[_Writer]:
+    writers: list[_Writer] = []
+    for folder in sorted(path.glob("writer-*-*")):
+        writer = _read_log(folder)
+        if writer is None:
+            continue
+        for earlier in writers:
+            earlier.truncate(writer.start["step"])
+        writers.append(writer)
+    return writers
+
+
+def _read_log(folder: Path) -> _Writer | None:
+    """The log's records up to its first bad line; None where not even the first is good."""
+    path = folder / LOG_FILE
+    if not path.is_file():
+        return None
+    writer = None
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        for line in file:
+            record = open_line(line)
+            if record is None:
+                break
+            if writer is None:
+                writer = _Writer(folder, record)
+            else:
+                writer.commits.append(Commit(_inside(folder, record["file"]), record))
+    return writer
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if name != Path(name).name or name in ("", ".", ".."):
+        raise CorruptError(f"'{folder / LOG_FILE}' names a file outside the run: {name!r}.")
+    return folder / name

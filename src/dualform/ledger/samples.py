@@ -1,0 +1,177 @@
+"""The samples of a run: their ids, and what a person may want to see of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dualform.errors import SampleIdsError
+from dualform.ledger.format import SAMPLES_FOLDER, write_durably
+from dualform.ledger.reader import Ledger
+from dualform.ledger.tensors import TensorFile, write_tensors
+
+SampleId: TypeAlias = int | str
+Label: TypeAlias = int | str
+LARGEST_PREVIEW = 64
+
+
+class SampleTable:
+    """Gives each string id a number, in order of first appearance; integers stand for themselves.
+
+    >>> table = SampleTable()
+    >>> table.numbers(["cat", "dog", "cat"]).tolist(), table.take_new()
+    ([0, 1, 0], ['cat', 'dog'])
+    """
+
+    def __init__(self, known: Iterable[str] = ()) -> None:
+        self._numbers = {name: number for number, name in enumerate(known)}
+        self._new: list[str] = []
+        self._kind: type | None = str if self._numbers else None
+
+    def numbers(self, ids: Tensor | Sequence[SampleId]) -> Tensor:
+        """The ids as int64."""
+        if isinstance(ids, Tensor):
+            self._be(int, ids)
+            return ids.to("cpu", torch.int64)
+        if all(isinstance(name, str) for name in ids):
+            self._be(str, ids)
+            return torch.tensor([self._number(str(name)) for name in ids], dtype=torch.int64)
+        self._be(int, ids)
+        return torch.tensor([int(number) for number in ids], dtype=torch.int64)
+
+    def take_new(self) -> list[str]:
+        """The strings met since the last call."""
+        new, self._new = self._new, []
+        return new
+
+    def _number(self, name: str) -> int:
+        if name not in self._numbers:
+            self._numbers[name] = len(self._numbers)
+            self._new.append(name)
+        return self._numbers[name]
+
+    def _be(self, kind: type, ids: Tensor | Sequence[SampleId]) -> None:
+        if self._kind not in (None, kind):
+            given, before = ("integers", "strings") if kind is int else ("strings", "integers")
+            raise SampleIdsError(
+                f"recorder.samples got {given} ({list(ids[:3])}, …), but this run's ids are "
+                f"{before}; use one kind throughout."
+            )
+        self._kind = kind
+
+
+def encode_ids(ids: Sequence[str]) -> Tensor:
+    """String ids as bytes: one JSON string a line."""
+    text = "".join(json.dumps(name) + "\n" for name in ids)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def decode_ids(ledger: Ledger) -> list[str] | None:
+    """The string ids of a run in order, or None where its ids are integers."""
+    data = ledger.column("ids")
+    if not len(data):
+        return None
+    return [json.loads(line) for line in bytes(data.tolist()).decode().splitlines()]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What to show of a sample: `kind` is "image", "text" or "numbers"."""
+
+    kind: str
+    data: Any
+
+
+class Samples:
+    """Labels and previews of the samples of a run, as far as they were described."""
+
+    def __init__(self, path: Path) -> None:
+        self._folder = path / SAMPLES_FOLDER
+        self.labels: dict[SampleId, Label] = {}
+        self._previews: dict[SampleId, tuple[str, Any]] = {}
+        for page in sorted(self._folder.glob("*.json")):
+            self._read(page)
+
+    def preview(self, sample: SampleId) -> Preview | None:
+        """The preview of a sample, or None where it has none."""
+        kind, data = self._previews.get(sample, ("", None))
+        return Preview(kind, data) if kind else None
+
+    def _read(self, page: Path) -> None:
+        description = json.loads(page.read_text(encoding="utf-8"))
+        ids, kind = description["ids"], description["kind"]
+        self.labels.update(zip(ids, description["labels"], strict=False))
+        if kind == "text":
+            previews: Any = description["texts"]
+        elif kind:
+            previews = TensorFile(page.with_suffix(".safetensors")).read("previews")
+        else:
+            return
+        self._previews.update(
+            (name, (kind, data)) for name, data in zip(ids, previews, strict=True)
+        )
+
+
+def describe_samples(
+    path: Path,
+    ids: Sequence[SampleId],
+    labels: Sequence[Label] | Tensor | None = None,
+    previews: Sequence[str] | Tensor | None = None,
+) -> None:
+    """Adds labels and previews to a run's samples; a later description of an id replaces it."""
+    for what, given in (("labels", labels), ("previews", previews)):
+        if given is not None and len(given) != len(ids):
+            raise SampleIdsError(
+                f"recorder.describe got {len(ids)} ids but {len(given)} {what}; give one each."
+            )
+    folder = path / SAMPLES_FOLDER
+    number = len(list(folder.glob("*.json"))) + 1
+    page = folder / f"{number:04d}.json"
+    description: dict[str, Any] = {"ids": _plain(ids), "labels": _plain(labels), "kind": ""}
+    if isinstance(previews, Tensor):
+        description["kind"], array = _shrink(previews)
+        write_tensors(page.with_suffix(".safetensors"), {"previews": [array]})
+    elif previews is not None:
+        description.update(kind="text", texts=[str(text) for text in previews])
+    write_durably(page, json.dumps(description))
+
+
+def _plain(values: Sequence[Any] | Tensor | None) -> list[Any]:
+    if values is None:
+        return []
+    listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [value.item() if hasattr(value, "item") else value for value in listed]
+
+
+def _shrink(previews: Tensor) -> tuple[str, Tensor]:
+    """Images as uint8 (n, height, width[, 3]) of at most 64 pixels a side; the rest as numbers."""
+    previews = previews.detach().cpu()
+    if previews.ndim < 3:
+        return "numbers", previews.reshape(len(previews), -1).float()
+    if previews.ndim == 3:
+        previews = previews[:, None]
+    elif previews.shape[-1] in (1, 3) and previews.shape[1] not in (1, 3):
+        previews = previews.movedim(-1, 1)
+    if previews.ndim != 4 or previews.shape[1] not in (1, 3):
+        return "numbers", previews.reshape(len(previews), -1).float()
+    images = _bytes(previews)
+    largest = max(images.shape[-2:])
+    if largest > LARGEST_PREVIEW:
+        scale = LARGEST_PREVIEW / largest
+        images = torch.nn.functional.interpolate(images, scale_factor=scale, mode="area")
+    images = images.round().to(torch.uint8).movedim(1, -1)
+    return "image", images.squeeze(-1).contiguous()
+
+
+def _bytes(images: Tensor) -> Tensor:
+    """Pixel values stretched to 0..255 (over all images together), as float."""
+    if images.dtype == torch.uint8:
+        return images.float()
+    low, high = images.min().float(), images.max().float()
+    return (images.float() - low) / (high - low).clamp_min(1e-12) * 255

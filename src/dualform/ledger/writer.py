@@ -1,0 +1,236 @@
+"""Writing a run folder: blocks of steps go in, committed shards come out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from dualform.errors import LedgerError, NotARunError, RunExistsError, RunLockedError
+from dualform.ledger.format import (
+    INITIAL_FILE,
+    LOCK_FILE,
+    LOG_FILE,
+    RUN_FILE,
+    SAMPLES_FOLDER,
+    RunInfo,
+    describe,
+    read_info,
+    seal_line,
+    sync_folder,
+    write_durably,
+)
+from dualform.ledger.reader import Ledger
+from dualform.ledger.tensors import write_tensors
+
+
+@dataclass
+class Block:
+    """Whole steps of a run: arrays that grow along their first axis, and remarks about books."""
+
+    first: int
+    last: int
+    arrays: dict[str, Tensor]
+    notes: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class LedgerWriter:
+    """One process recording into one run; holds the run's lock until closed.
+
+    >>> import tempfile, torch; path = Path(tempfile.mkdtemp()) / "run"
+    >>> writer = LedgerWriter.create(path, RunInfo(), initial={"w": torch.zeros(2)})
+    >>> writer.append(Block(1, 1, {"fc/keys": torch.ones(3, 2)}))
+    >>> writer.flush(); writer.close()
+    >>> Ledger(path).last_step
+    1
+    """
+
+    def __init__(self, path: Path, lock: FileLock, number: int, start: Mapping[str, Any]) -> None:
+        self.path = path
+        self._lock = lock
+        self._blocks: list[Block] = []
+        self._files = 0
+        self.committed = int(start["step"])
+        self.folder = path / f"writer-{number:04d}-{secrets.token_hex(4)}"
+        self.folder.mkdir()
+        self._log = os.open(self.folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._commit({"kind": "start", **start})
+        sync_folder(self.folder)
+        sync_folder(path)
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        info: RunInfo,
+        initial: Mapping[str, Tensor],
+        *,
+        overwrite: bool = False,
+        start: Mapping[str, Any] | None = None,
+    ) -> LedgerWriter:
+        """Starts a new run in a folder that is empty or not there yet."""
+        _make_folder(path, overwrite)
+        lock = _lock(path)
+        try:
+            if overwrite:
+                _remove_run(path)
+            elif (path / RUN_FILE).exists():
+                raise _exists(path)
+            (path / SAMPLES_FOLDER).mkdir(exist_ok=True)
+            write_tensors(path / INITIAL_FILE, {name: [w] for name, w in initial.items()})
+            write_durably(path / RUN_FILE, info.to_json())
+            return cls(path, lock, 1, {"step": 0, **(start or {})})
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def resume(cls, path: Path, step: int, start: Mapping[str, Any] | None = None) -> LedgerWriter:
+        """Goes on with a run after `step`; what was written beyond it no longer counts."""
+        read_info(path)
+        lock = _lock(path)
+        try:
+            numbers = [int(folder.name.split("-")[1]) for folder in path.glob("writer-*-*")]
+            return cls(path, lock, max(numbers, default=0) + 1, {"step": step, **(start or {})})
+        except BaseException:
+            lock.release()
+            raise
+
+    def append(self, block: Block) -> None:
+        """Takes a block into memory; `flush` makes it durable."""
+        if any(not _continues(block, earlier) for earlier in self._blocks):
+            self.flush()
+        self._blocks.append(block)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes taken but not yet durable."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def flush(self) -> None:
+        """Writes everything taken so far as one shard and commits it."""
+        if not self._blocks:
+            return
+        blocks, self._blocks = self._blocks, []
+        record = self._write(_merge(blocks))
+        notes = [note for block in blocks for note in block.notes]
+        span = {"first": blocks[0].first, "last": blocks[-1].last}
+        self._commit({"kind": "rows", **record, **span, "notes": notes})
+        self.committed = blocks[-1].last
+
+    def weights(self, step: int, weights: Mapping[str, Tensor], mark: str) -> None:
+        """Keeps the parameters as they were after `step`; `mark` says why (see FORMAT.md)."""
+        self.flush()
+        record = self._write({name: [w] for name, w in weights.items()})
+        self._commit({"kind": "weights", **record, "step": step, "mark": mark})
+
+    def close(self) -> None:
+        """Makes everything durable and gives the run free."""
+        try:
+            self.flush()
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Gives the run free without writing what is pending."""
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1
+            self._lock.release()
+
+    def _write(self, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+        self._files += 1
+        name = f"{self._files:08d}.safetensors"
+        try:
+            length, checksum = write_tensors(self.folder / name, arrays)
+        except OSError as error:
+            raise self._failure(error) from error
+        return {"file": name, "bytes": length, "crc32": checksum}
+
+    def _commit(self, record: dict[str, Any]) -> None:
+        line = seal_line(record).encode()
+        size = os.fstat(self._log).st_size
+        try:
+            if os.write(self._log, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._log)
+        except OSError as error:
+            os.ftruncate(self._log, size)
+            raise self._failure(error) from error
+
+    def _failure(self, error: OSError) -> LedgerError:
+        safe = f"The run is readable up to step {self.committed}"
+        if error.errno == errno.ENOSPC:
+            free = shutil.disk_usage(self.path).free
+            return LedgerError(
+                f"the disk of '{self.path}' is full ({free / 1e6:,.1f} MB free). {safe}; "
+                "make room and go on with record(..., resume=True)."
+            )
+        return LedgerError(f"cannot write to '{self.path}': {error}. {safe}.")
+
+
+def _continues(block: Block, earlier: Block) -> bool:
+    """Whether the arrays of both blocks can stand one behind the other."""
+    common = block.arrays.keys() & earlier.arrays.keys()
+    forms = ((block.arrays[name], earlier.arrays[name]) for name in common)
+    return all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in forms)
+
+
+def _merge(blocks: Sequence[Block]) -> dict[str, list[Tensor]]:
+    """Each array as the list of its parts: what `write_tensors` puts one behind the other."""
+    merged: dict[str, list[Tensor]] = {}
+    for block in blocks:
+        for name, array in block.arrays.items():
+            merged.setdefault(name, []).append(array)
+    return merged
+
+
+def _make_folder(path: Path, overwrite: bool) -> None:
+    if path.is_file():
+        raise NotARunError(f"cannot record into '{path}': {describe(path)}; choose another path.")
+    if path.is_dir() and (path / RUN_FILE).exists():
+        if not overwrite:
+            raise _exists(path)
+    elif path.is_dir() and any(entry.name != LOCK_FILE for entry in path.iterdir()):
+        raise NotARunError(f"cannot record into '{path}': {describe(path)}; choose another path.")
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def _exists(path: Path) -> RunExistsError:
+    steps = Ledger(path).last_step
+    return RunExistsError(
+        f"'{path}' already holds a run of {steps:,} steps; choose another path, "
+        "go on with it (resume=True), or replace it (overwrite=True)."
+    )
+
+
+def _lock(path: Path) -> FileLock:
+    lock = FileLock(path / LOCK_FILE)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunLockedError(
+            f"another process is recording into '{path}'; wait for it or choose another path."
+        ) from None
+    return lock
+
+
+def _remove_run(path: Path) -> None:
+    """Removes the files of a run, and nothing else that may lie in its folder."""
+    for folder in [*path.glob("writer-*-*"), path / SAMPLES_FOLDER]:
+        shutil.rmtree(folder, ignore_errors=True)
+    for name in (INITIAL_FILE, RUN_FILE):
+        (path / name).unlink(missing_ok=True)

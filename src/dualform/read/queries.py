@@ -1,0 +1,123 @@
+"""Queries: what each recorded layer sees and gives when a model is asked something."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from dualform.errors import ModelMismatchError, ReadingError
+from dualform.ledger import Ledger
+from dualform.ledger.format import ROOT
+
+Outputs: TypeAlias = int | Sequence[int] | Tensor | None
+
+
+@dataclass(frozen=True)
+class LayerQueries:
+    """The inputs one layer saw, as rows, and the outputs it gave."""
+
+    names: Sequence[str]
+    inputs: Tensor
+    """(queries, width of the keys)."""
+    outputs: Tensor
+    """(queries, width of the values)."""
+
+
+def ask(model: nn.Module, x: Any, ledger: Ledger) -> dict[str, LayerQueries]:
+    """Runs the model on `x` and keeps what each recorded layer saw and gave."""
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    handles = []
+    for stream in ledger.info.streams:
+        module = model if stream.name == ROOT else model.get_submodule(stream.name)
+
+        def keep(
+            module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = stream.name
+        ) -> None:
+            given = args[0] if args else kwargs["input"]
+            seen.setdefault(name, []).append((given.detach(), output.detach()))
+
+        handles.append(module.register_forward_hook(keep, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            _call(model, x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: _queries(calls) for name, calls in seen.items()}
+
+
+def _call(model: nn.Module, x: Any) -> Any:
+    if isinstance(x, Mapping):
+        return model(**x)
+    return model(*x) if isinstance(x, tuple) else model(x)
+
+
+def _queries(calls: list[tuple[Tensor, Tensor]]) -> LayerQueries:
+    """All rows of all calls; named by sample, and by position and call where there are several."""
+    names: list[str] = []
+    for call, (given, _) in enumerate(calls):
+        leading = given.shape[:-1]
+        suffix = f" (call {call + 1})" if len(calls) > 1 else ""
+        positions = math.prod(leading[1:]) if len(leading) > 1 else 1
+        count = leading[0] if leading else 1
+        names += [
+            (f"{sample}[{at}]" if positions > 1 else f"{sample}") + suffix
+            for sample in range(count)
+            for at in range(positions)
+        ]
+    inputs = torch.cat([given.reshape(-1, given.shape[-1]) for given, _ in calls])
+    outputs = torch.cat([output.reshape(-1, output.shape[-1]) for _, output in calls])
+    return LayerQueries(names, inputs.cpu(), outputs.cpu())
+
+
+def directions(queries: LayerQueries, output: Outputs) -> tuple[Tensor, list[str]]:
+    """Which output is asked about, for each query: (queries, width), and in words.
+
+    A unit (one for all queries, or one each), a direction for each query, or by default the unit
+    with the largest output.
+    """
+    count, width = queries.outputs.shape
+    if output is None:
+        units = queries.outputs.argmax(1)
+    elif isinstance(output, int):
+        units = torch.full((count,), output)
+    else:
+        given = torch.as_tensor(output)
+        if given.shape == (count, width):
+            return given.double(), ["a direction"] * count
+        units = given
+    if units.shape != (count,) or bool((units < 0).any() or (units >= width).any()):
+        raise ReadingError(
+            f"output={output!r} does not fit {count} queries of a layer with {width} outputs; "
+            f"give a unit from 0 to {width - 1}, one unit for each query, or a direction for each "
+            f"as a ({count}, {width}) tensor."
+        )
+    one_hot = nn.functional.one_hot(units.long(), width).double()
+    return one_hot, [f"output {unit}" for unit in units.tolist()]
+
+
+def check_model(
+    model: nn.Module, recorded: Mapping[str, Tensor], ledger: Ledger, step: int
+) -> None:
+    """Makes sure that the model is the recorded one, as it was after `step`."""
+    given = dict(model.named_parameters())
+    for book in ledger.info.books:
+        shape = tuple(given[book.name].shape) if book.name in given else None
+        if shape != book.shape:
+            has = f"has shape {shape}" if shape is not None else "does not exist"
+            raise ModelMismatchError(
+                f"the model is not the recorded one: its '{book.name}' {has}, the run's has shape "
+                f"{book.shape}."
+            )
+        weight, known = given[book.name].detach().cpu().double(), recorded[book.name].double()
+        gap = float((weight - known).norm() / known.norm().clamp_min(1e-12))
+        if gap > 1e-4:
+            raise ModelMismatchError(
+                f"the model's '{book.name}' differs from the run's at step {step} by {gap:.1e} "
+                "(relative); load them: model.load_state_dict(run.state_dict(), strict=False)."
+            )

@@ -1,0 +1,219 @@
+"""A recorded run, opened for questions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from dualform.errors import UnknownSampleError, UnknownStepError
+from dualform.ledger import Ledger, Samples
+from dualform.ledger.format import BUFFER, RunInfo
+from dualform.ledger.samples import SampleId, decode_ids
+from dualform.read.audit import Audit, make_audit
+from dualform.read.coefficients import Accounting
+from dualform.read.contributions import Source
+from dualform.read.queries import Outputs, ask, check_model, directions
+from dualform.read.shown import Shown, framed
+from dualform.read.spotlight import Reading, Spotlight
+from dualform.read.timeline import Timeline
+from dualform.read.weights import reconstruct, row_parts
+
+
+def open_run(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:
+    """Opens a run folder for reading, as far as it is committed.
+
+    >>> import dualform
+    >>> dualform.open("no/run")
+    Traceback (most recent call last):
+    dualform.errors.NotARunError: 'no/run' is not a dualform run: there is nothing at that path.
+
+    Args:
+        device: where scans compute.
+    """
+    return Run(Ledger(Path(path)), device=device)
+
+
+class Run(Shown):
+    """A recorded run as of a step: audit it, read predictions from it, forget samples."""
+
+    def __init__(
+        self, ledger: Ledger, step: int | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        self._ledger, self._device = ledger, device
+        self.steps = ledger.last_step if step is None else step
+        """The step the run is read at; without `at`, the last one committed."""
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self._ledger.path
+
+    @property
+    def info(self) -> RunInfo:
+        """Streams, books, optimizer and metadata, as recorded."""
+        return self._ledger.info
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers whose rows were recorded, in the order of the model."""
+        return [stream.name for stream in self.info.streams]
+
+    @property
+    def kept_steps(self) -> list[int]:
+        """The steps whose weights were kept; 0 is the start."""
+        return [step for step in self._ledger.kept_steps if step <= self.steps]
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Labels and previews, as far as they were described."""
+        return Samples(self.path)
+
+    @property
+    def ids(self) -> list[SampleId]:
+        """The ids of all samples that left rows."""
+        return list(self._names[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything committed."""
+        return self._ledger.nbytes
+
+    def at(self, step: int) -> Run:
+        """The same run read as of an earlier step."""
+        if not 0 <= step <= self._ledger.last_step:
+            raise UnknownStepError(
+                f"step {step} is not in this run; it has steps 0 to {self._ledger.last_step}."
+            )
+        return Run(self._ledger, step, self._device)
+
+    def audit(self) -> Audit:
+        """Adds every book up and compares it with the weights that were kept."""
+        return make_audit(self._ledger, self.steps, self._device)
+
+    def check(self) -> list[str]:
+        """Reads every committed byte; returns what is wrong, in words."""
+        return [problem for _, problem in self._ledger.check()]
+
+    def spotlight(self, model: nn.Module, x: Any, output: Outputs = None) -> Spotlight:
+        """Each layer's output for `x`, as exact signed contributions of the training rows.
+
+        Args:
+            x: what the model is called with: a tensor, a tuple of arguments, or a mapping of
+                keyword arguments.
+            output: the unit that is asked about: one for all queries, one each, or a direction
+                each; by default the unit with the largest output.
+        """
+        check_model(model, self._weights, self._ledger, self.steps)
+        readings = {}
+        for layer, queries in ask(model, x, self._ledger).items():
+            chosen, asked = directions(queries, output)
+            readings[layer] = Reading(layer, queries, chosen, asked, self._source)
+        return Spotlight(readings)
+
+    def timeline(
+        self,
+        model: nn.Module,
+        x: Any,
+        layer: str | None = None,
+        output: Outputs = None,
+        by: str = "step",
+    ) -> Timeline:
+        """When a layer's output (by default the last one's) was learned, by "step" or "epoch"."""
+        spotlight = self.spotlight(model, x, output)
+        return spotlight[list(spotlight)[-1] if layer is None else layer].timeline(by)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The parameters after this step: as kept, or else as the books add up to them."""
+        return self._state_dict(dict(self._weights))
+
+    def forget(self, ids: Sequence[SampleId]) -> dict[str, Tensor]:
+        """A state dict without these samples' contributions.
+
+        It takes away what their rows added; it does not say what training without them would
+        have led to.
+        """
+        numbers = self._numbers(ids)
+        books, until = self.info.books, self.steps
+        parts = row_parts(
+            self._ledger, self._accounting, books, until, numbers, device=self._device
+        )
+        weights = dict(self._weights)
+        for name, part in parts.items():
+            weights[name] = (weights[name].double() - part).to(weights[name].dtype)
+        return self._state_dict(weights)
+
+    def __rich__(self) -> Group:
+        table = Table(show_header=False)
+        facts = self.info.metadata
+        lines = {
+            "steps": f"{self.steps:,}",
+            "samples": f"{len(self._names[1]):,}",
+            "layers by row": ", ".join(self.layers) or "none",
+            "optimizer": str(facts.get("optimizer", "")),
+            "recorded": f"{facts.get('created', '')}, {self.nbytes / 1e6:,.1f} MB",
+        }
+        for name, line in lines.items():
+            table.add_row(name, Text(line))
+        return framed(f"run {self.path}", table)
+
+    @cached_property
+    def _accounting(self) -> Accounting:
+        return Accounting(self._ledger, self.steps)
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers after this step; what was not kept is added up."""
+        kept = max(self.kept_steps)
+        weights = {n: w for n, w in self._ledger.weights(kept).items() if not n.startswith(BUFFER)}
+        if kept != self.steps:
+            books = reconstruct(self._ledger, self._accounting, self.steps, self._device)
+            weights.update({name: book.to(weights[name].dtype) for name, book in books.items()})
+        return weights
+
+    def _state_dict(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        aliases = self.info.metadata.get("aliases", {})
+        return weights | {alias: weights[name] for alias, name in aliases.items()}
+
+    @cached_property
+    def _names(self) -> tuple[Tensor, list[SampleId]]:
+        """The stored ids that occur, sorted, and what the user calls them."""
+        numbers = torch.unique(self._ledger.column("samples").long())
+        strings = decode_ids(self._ledger)
+        listed = numbers.tolist()
+        return numbers, listed if strings is None else [strings[number] for number in listed]
+
+    def _numbers(self, ids: Sequence[SampleId]) -> Tensor:
+        numbers, names = self._names
+        position = {name: at for at, name in enumerate(names)}
+        given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        for name in given:
+            if name not in position:
+                raise UnknownSampleError(
+                    f"sample {name!r} is not in this run; it has {len(names):,} samples, "
+                    f"such as {', '.join(map(repr, names[:3]))}."
+                )
+        return numbers[torch.tensor([position[name] for name in given], dtype=torch.long)]
+
+    @cached_property
+    def _source(self) -> Source:
+        numbers, names = self._names
+        labels = self.samples.labels
+        return Source(
+            self._ledger,
+            self._accounting,
+            self.steps,
+            self._weights,
+            numbers,
+            names,
+            labels,
+            self._device,
+        )

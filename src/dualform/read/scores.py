@@ -1,0 +1,216 @@
+"""Scores: how much each sample contributed to each query, with the check that they add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from dualform.errors import ReadingError
+from dualform.ledger.samples import Label, SampleId
+from dualform.read.shown import Shown, framed, matplotlib_axes, pandas_frame, signed
+
+Array: TypeAlias = NDArray[np.float64]
+Groups: TypeAlias = str | Mapping[SampleId, Label] | Callable[[SampleId], Label]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The sum every reading carries: initial + evidence + whole steps + remainder = total.
+
+    Each part has one number a query. `steps` is the share of changes that were booked by step.
+    """
+
+    initial: Array
+    evidence: Array
+    steps: Array
+    remainder: Array
+    total: Array
+
+    def lines(self, query: int) -> dict[str, float]:
+        """The parts for one query, in the order in which they are added up."""
+        return {
+            "initial": float(self.initial[query]),
+            "evidence": float(self.evidence[query]),
+            "booked by step": float(self.steps[query]),
+            "remainder": float(self.remainder[query]),
+            "total": float(self.total[query]),
+        }
+
+
+@dataclass(frozen=True, repr=False)
+class Scores(Shown):
+    """Signed amounts, samples × queries, in the units of the output they are parts of.
+
+    >>> check = Check(*(np.array([x]) for x in (0.5, 1.0, 0.0, 0.0, 1.5)))
+    >>> scores = Scores(["cat", "dog"], np.array([[1.5], [-0.5]]), ["q"], check, {"cat": 1})
+    >>> scores.top(1).rows[0]
+    Ranked(query='q', id='cat', label=1, value=1.5)
+    >>> scores.by({"cat": "pet", "dog": "pet"}).values.tolist()
+    [[1.0]]
+    """
+
+    ids: Sequence[SampleId]
+    values: Array
+    """(samples, queries)."""
+    queries: Sequence[str]
+    check: Check | None = None
+    labels: Mapping[SampleId, Label] = field(default_factory=dict)
+    title: str = "contributions"
+
+    def top(self, k: int = 10) -> Ranking:
+        """The k samples with the largest amounts, for each query."""
+        return self._ranked(k, descending=True)
+
+    def bottom(self, k: int = 10) -> Ranking:
+        """The k samples with the smallest (most negative) amounts, for each query."""
+        return self._ranked(k, descending=False)
+
+    def by(self, groups: Groups = "label") -> Scores:
+        """Sums over groups: "label", a mapping from id to group, or a function of the id."""
+        names = [self._group(groups, sample) for sample in self.ids]
+        order = sorted(set(names), key=lambda name: (str(type(name)), name))
+        position = {name: at for at, name in enumerate(order)}
+        sums = np.zeros((len(order), len(self.queries)))
+        np.add.at(sums, [position[name] for name in names], self.values)
+        return Scores(order, sums, self.queries, self.check, {}, f"{self.title} by group")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def numpy(self) -> Array:
+        """(samples, queries) as numpy."""
+        return self.values
+
+    def tensor(self) -> Tensor:
+        """(samples, queries) as a torch tensor."""
+        return torch.from_numpy(self.values)
+
+    def to_pandas(self) -> Any:
+        """A data frame with one row a sample and one column a query."""
+        frame = pandas_frame({name: self.values[:, at] for at, name in enumerate(self.queries)})
+        frame.index = list(self.ids)
+        return frame
+
+    def plot(self, query: int = 0, axes: Any = None) -> Any:
+        """Amounts sorted by value within each label (without labels: all together)."""
+        axes = matplotlib_axes(axes)
+        offset = 0
+        for label in sorted({self.labels.get(i, "") for i in self.ids}, key=str):
+            chosen = [at for at, i in enumerate(self.ids) if self.labels.get(i, "") == label]
+            heights = np.sort(self.values[chosen, query])[::-1]
+            axes.fill_between(np.arange(offset, offset + len(heights)), heights, step="mid")
+            axes.annotate(str(label), (offset + len(heights) / 2, 0), ha="center", va="bottom")
+            offset += len(heights)
+        axes.set_xlabel("samples, sorted within each label")
+        axes.set_ylabel(f"{self.title} to {self.queries[query]}")
+        return axes
+
+    def __rich__(self) -> Group:
+        title = f"{self.title}: the largest of {len(self.ids):,}, for {len(self.queries)} queries"
+        return framed(title, self.top(5).table, _sum_line(self.check))
+
+    def _group(self, groups: Groups, sample: SampleId) -> Label:
+        if isinstance(groups, str):
+            if groups != "label":
+                raise ReadingError(
+                    f"by({groups!r}): samples have a 'label' and no other column; give a mapping "
+                    "from id to group or a function of the id."
+                )
+            groups = self.labels
+        if callable(groups):
+            return groups(sample)
+        if sample not in groups:
+            raise ReadingError(
+                f"by(groups): sample {sample!r} has no group; describe it with "
+                "recorder.describe(ids, labels=…) or give a mapping that has every id."
+            )
+        return groups[sample]
+
+    def _ranked(self, k: int, descending: bool) -> Ranking:
+        order = np.argsort(-self.values if descending else self.values, axis=0, kind="stable")
+        rows = [
+            self._row(int(sample), query)
+            for query in range(len(self.queries))
+            for sample in order[:k, query]
+        ]
+        return Ranking(rows, self.title)
+
+    def _row(self, sample: int, query: int) -> Ranked:
+        name = self.ids[sample]
+        value = float(self.values[sample, query])
+        return Ranked(self.queries[query], name, self.labels.get(name), value)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One line of a ranking. Rows also know their step and position."""
+
+    query: str
+    id: SampleId
+    label: Label | None
+    value: float
+    step: int | None = None
+    position: int | None = None
+
+    def __repr__(self) -> str:
+        shown = {name: value for name, value in vars(self).items() if value is not None}
+        return f"Ranked({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+@dataclass(frozen=True, repr=False)
+class Ranking(Shown):
+    """The strongest samples or rows of each query, best first.
+
+    >>> Ranking([Ranked("q", 7, None, 0.5)], "contributions").ids
+    [7]
+    """
+
+    rows: Sequence[Ranked]
+    title: str
+
+    @property
+    def ids(self) -> list[SampleId]:
+        """The ids, in the order of the ranking."""
+        return [row.id for row in self.rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_pandas(self) -> Any:
+        """A data frame with one row a line of the ranking."""
+        names = list(Ranked.__dataclass_fields__)
+        return pandas_frame({name: [getattr(row, name) for row in self.rows] for name in names})
+
+    def __rich__(self) -> Group:
+        return framed(self.title, self.table)
+
+    @property
+    def table(self) -> Table:
+        """The lines as a rich table, without a title."""
+        table = Table()
+        names = ["query", "id", "label", "value", "step", "position"]
+        shown = [n for n in names if any(getattr(row, n) is not None for row in self.rows)]
+        for name in shown:
+            table.add_column(name, justify="right" if name in ("value", "step") else "left")
+        for row in self.rows:
+            cells = {name: getattr(row, name) for name in shown} | {"value": signed(row.value)}
+            table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells.values()))
+        return table
+
+
+def _sum_line(check: Check | None) -> str:
+    if check is None or not len(check.total):
+        return ""
+    parts = check.lines(0)
+    total = parts.pop("total")
+    summed = " ".join(f"{signed(value)} ({name})" for name, value in parts.items())
+    return f"first query: {summed} = {signed(total)}"

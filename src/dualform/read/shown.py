@@ -1,0 +1,70 @@
+"""How results look: one table, shown alike in a terminal, in a notebook and by `print`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from io import StringIO
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dualform.errors import ReadingError
+
+WIDTH = 100
+
+
+def framed(title: str, table: Table, note: str = "") -> Group:
+    """A table between its title and a note, neither of them squeezed to its width."""
+    parts = [Text(title, style="bold"), table, *([Text(note, style="dim")] if note else [])]
+    return Group(*parts)
+
+
+class Shown(ABC):
+    """Gives a result its appearance: `__rich__` is written once, the rest follows."""
+
+    @abstractmethod
+    def __rich__(self) -> RenderableType:
+        """The result as a rich table."""
+
+    def __repr__(self) -> str:
+        console = Console(file=StringIO(), width=WIDTH, no_color=True)
+        console.print(self)
+        assert isinstance(console.file, StringIO)
+        return console.file.getvalue().rstrip("\n")
+
+    def _repr_html_(self) -> str:
+        console = Console(record=True, file=StringIO(), width=WIDTH)
+        console.print(self)
+        frame = '<pre style="line-height:1.3;font-family:monospace">{code}</pre>'
+        return console.export_html(inline_styles=True, code_format=frame)
+
+
+def signed(value: float) -> str:
+    """A number with its sign, four digits: +0.1234."""
+    return f"{value:+.4g}"
+
+
+def matplotlib_axes(axes: Any = None) -> Any:
+    """The axes given, or new ones; matplotlib is an extra."""
+    if axes is not None:
+        return axes
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ReadingError(
+            "plots need matplotlib, which is not installed: pip install 'dualform[plot]'."
+        ) from None
+    return plt.subplots(layout="constrained")[1]
+
+
+def pandas_frame(data: dict[str, Any]) -> Any:
+    """A pandas DataFrame; pandas is an extra."""
+    try:
+        import pandas
+    except ImportError:
+        raise ReadingError(
+            "data frames need pandas, which is not installed: pip install 'dualform[pandas]'."
+        ) from None
+    return pandas.DataFrame(data)

@@ -1,0 +1,206 @@
+"""The layer read: a layer's output as signed contributions of every training row.
+
+`W_T q = c0 W_0 q + Σ_i a_i (x_i·q) e_i + R_T q`, for all queries of a batch in one scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from dualform.errors import UnknownLayerError
+from dualform.ledger import Book
+from dualform.memory import Memory
+from dualform.read.contributions import Largest, LayerRows, Question, Source
+from dualform.read.queries import LayerQueries
+from dualform.read.scores import Array, Check, Groups, Ranked, Ranking, Scores
+from dualform.read.shown import Shown, framed, signed
+from dualform.read.timeline import Timeline, epochs
+from dualform.read.weights import initial_part, step_part
+
+
+class Spotlight(Mapping[str, "Reading"], Shown):
+    """One reading for each recorded layer, by the layer's name."""
+
+    def __init__(self, readings: dict[str, Reading]) -> None:
+        self._readings = readings
+
+    def __getitem__(self, layer: str) -> Reading:
+        if layer not in self._readings:
+            raise unknown_layer(layer, list(self._readings))
+        return self._readings[layer]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readings)
+
+    def __len__(self) -> int:
+        return len(self._readings)
+
+    def __rich__(self) -> Group:
+        table = Table()
+        for name in ("layer", "inputs", "outputs", "queries"):
+            table.add_column(name, justify="left" if name == "layer" else "right")
+        for name, reading in self._readings.items():
+            keys, values = reading.queries.inputs.shape[1], reading.queries.outputs.shape[1]
+            table.add_row(Text(name), str(keys), str(values), str(len(reading.queries.names)))
+        return framed("layers; read one as in spotlight['name'].top(10)", table)
+
+
+@dataclass(frozen=True, repr=False)
+class Reading(Shown):
+    """One layer's output as contributions of every training row; scanned when first asked."""
+
+    layer: str
+    queries: LayerQueries
+    directions: Tensor
+    """(queries, outputs): which output is asked about."""
+    asked: Sequence[str]
+    """The same in words."""
+    source: Source
+
+    def samples(self) -> Scores:
+        """Signed contributions, samples × queries; repeats of a sample are summed."""
+        return self._scores(self._sums[0], "contributions")
+
+    def top(self, k: int = 10) -> Ranking:
+        """The k samples that contribute most, for each query."""
+        return self.samples().top(k)
+
+    def bottom(self, k: int = 10) -> Ranking:
+        """The k samples that contribute least (most against), for each query."""
+        return self.samples().bottom(k)
+
+    def by(self, groups: Groups = "label") -> Scores:
+        """Contributions summed over groups of samples; see `Scores.by`."""
+        return self.samples().by(groups)
+
+    def timeline(self, by: str = "step") -> Timeline:
+        """Contributions summed by "step" or by "epoch"."""
+        steps = self._sums[1][1:]
+        numbers = np.arange(1, len(steps) + 1)
+        if by == "epoch":
+            numbers = epochs(self.source.ledger, self.source.until)[1:]
+        sums = np.zeros((int(numbers.max(initial=0)), steps.shape[1]))
+        np.add.at(sums, numbers - 1, steps)
+        return Timeline(by, np.arange(1, len(sums) + 1), sums, self.names, self.check)
+
+    def keys_only(self) -> Scores:
+        """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""
+        sums = self._zeros(len(self.source.ids))
+        for chunk, _, _ in self._rows:
+            similarity = self._question.similarity(chunk).abs_()
+            sums.index_add_(0, self._rows.sample_index(chunk), similarity.double())
+        return replace(self._scores(sums.cpu().numpy(), "keys only |x·q|"), check=None)
+
+    def rows(self, k: int = 100) -> Ranking:
+        """The k rows that contribute most in size, of either sign, with step and position."""
+        largest = Largest(k, len(self.names))
+        for chunk, weight, bias in self._rows:
+            largest.add(self._question.contributions(chunk, weight, bias), chunk)
+        return Ranking([self._ranked(*row) for row in largest.result().tolist()], "rows")
+
+    def memory(self) -> Memory:
+        """The layer's rows as a `Memory`: `memory.read(q)` is what they add to `W_T q`.
+
+        Loads every row. The values carry their coefficients; the bias is not part of it.
+        """
+        rows = [(c.keys.clone(), c.values * a.to(c.values)[:, None]) for c, a, _ in self._rows]
+        none = (self.queries.inputs[:0], self.queries.outputs[:0])
+        keys, values = zip(*(rows or [none]), strict=True)
+        return Memory(torch.cat(keys), torch.cat(values))
+
+    @property
+    def names(self) -> list[str]:
+        """The queries and the output each is asked about, in words."""
+        return [f"{q}: {a}" for q, a in zip(self.queries.names, self.asked, strict=True)]
+
+    @property
+    def initial(self) -> Array:
+        """(queries,): the share of the weights training started from."""
+        return self.check.initial
+
+    @property
+    def remainder(self) -> Array:
+        """(queries,): what rounding during training left unexplained."""
+        return self.check.remainder
+
+    @property
+    def total(self) -> Array:
+        """(queries,): the layer's output, in float64."""
+        return self.check.total
+
+    @cached_property
+    def check(self) -> Check:
+        """initial + evidence + booked by step + remainder = total."""
+        ledger, accounting, until = self.source.ledger, self.source.accounting, self.source.until
+        initial = self._applied(lambda book: initial_part(ledger, accounting, book))
+        steps = self._applied(lambda book: step_part(ledger, accounting, book, until))
+        total = self._applied(lambda book: self.source.weights[book.name].double())
+        evidence = self._sums[0].sum(0)
+        return Check(initial, evidence, steps, total - initial - steps - evidence, total)
+
+    def __rich__(self) -> Group:
+        table = Table()
+        table.add_column("query")
+        for name in self.check.lines(0):
+            table.add_column(name, justify="right")
+        for at, name in enumerate(self.names[:12]):
+            table.add_row(name, *(signed(value) for value in self.check.lines(at).values()))
+        note = f"12 of {len(self.names)} queries shown" if len(self.names) > 12 else ""
+        return framed(f"layer {self.layer}: its output, and what it is made of", table, note)
+
+    @cached_property
+    def _rows(self) -> LayerRows:
+        return LayerRows(self.source, self.layer)
+
+    @cached_property
+    def _question(self) -> Question:
+        return Question(self.queries.inputs, self.directions)
+
+    @cached_property
+    def _sums(self) -> tuple[Array, Array]:
+        """Contributions by sample (samples, queries) and by step (1 + steps, queries)."""
+        samples, steps = self._zeros(len(self.source.ids)), self._zeros(self.source.until + 1)
+        for chunk, weight, bias in self._rows:
+            contributions = self._question.contributions(chunk, weight, bias).double()
+            samples.index_add_(0, self._rows.sample_index(chunk), contributions)
+            steps.index_add_(0, chunk.steps, contributions)
+        return samples.cpu().numpy(), steps.cpu().numpy()
+
+    def _zeros(self, count: int) -> Tensor:
+        device = self.source.device
+        return torch.zeros(count, len(self.names), dtype=torch.float64, device=device)
+
+    def _applied(self, part: Callable[[Book], Tensor]) -> Array:
+        """(queries,): a part of the weight and of the bias, applied to the queries."""
+        output = self.queries.inputs.double() @ part(self._rows.weight).T
+        if self._rows.bias is not None:
+            output = output + part(self._rows.bias)
+        applied: Array = (output * self.directions).sum(1).numpy()
+        return applied
+
+    def _scores(self, values: Array, title: str) -> Scores:
+        source = self.source
+        return Scores(source.ids, values, self.names, self.check, source.labels, title)
+
+    def _ranked(
+        self, query: float, value: float, sample: float, step: float, position: float
+    ) -> Ranked:
+        at = int(torch.searchsorted(self.source.numbers, int(sample)))
+        name = self.source.ids[at]
+        label = self.source.labels.get(name)
+        return Ranked(self.names[int(query)], name, label, value, int(step), int(position))
+
+
+def unknown_layer(layer: str, known: Sequence[str]) -> UnknownLayerError:
+    """Says which layers there are."""
+    names = ", ".join(f"'{name}'" for name in known) or "no layer by row"
+    return UnknownLayerError(f"layer '{layer}' is not in this run; it recorded {names}.")

@@ -1,0 +1,103 @@
+"""When it was learned: contributions by step or by epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Group
+from rich.table import Table
+
+from dualform.ledger import Ledger
+from dualform.read.scan import batch_samples
+from dualform.read.scores import Array, Check
+from dualform.read.shown import Shown, framed, matplotlib_axes, pandas_frame, signed
+
+
+@dataclass(frozen=True, repr=False)
+class Timeline(Shown):
+    """What each step (or epoch) of training contributed to each query.
+
+    >>> Timeline("step", np.array([1, 2]), np.array([[0.5], [0.25]]), ["q"]).cumulative.tolist()
+    [[0.5], [0.75]]
+    """
+
+    unit: str
+    at: NDArray[np.int64]
+    values: Array
+    """(steps or epochs, queries)."""
+    queries: Sequence[str]
+    check: Check | None = None
+
+    @property
+    def cumulative(self) -> Array:
+        """The running sum: how the evidence built up, as it counts now."""
+        return np.cumsum(self.values, axis=0)
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def to_pandas(self) -> Any:
+        """A data frame with one row a step or epoch and one column a query."""
+        frame = pandas_frame({name: self.values[:, at] for at, name in enumerate(self.queries)})
+        frame.index = self.at
+        return frame
+
+    def plot(self, axes: Any = None) -> Any:
+        """The running sum of each query over training."""
+        axes = matplotlib_axes(axes)
+        for at, name in enumerate(self.queries):
+            axes.plot(self.at, self.cumulative[:, at], label=name)
+        axes.set_xlabel(self.unit)
+        axes.set_ylabel("evidence so far")
+        axes.legend()
+        return axes
+
+    def __rich__(self) -> Group:
+        table = Table()
+        table.add_column(self.unit, justify="right")
+        for name in self.queries[:6]:
+            table.add_column(name, justify="right")
+        shown = np.unique(np.linspace(0, len(self.at) - 1, min(len(self.at), 12)).astype(int))
+        for at in shown:
+            table.add_row(str(self.at[at]), *(signed(v) for v in self.values[at, :6]))
+        note = f"{len(shown)} of {len(self.at):,} shown" if len(shown) < len(self.at) else ""
+        return framed(f"contributions by {self.unit}", table, note)
+
+
+def epochs(ledger: Ledger, until: int) -> NDArray[np.int64]:
+    """(until + 1,): the epoch of each step by its number.
+
+    An epoch ends where a sample comes up that the epoch has had.
+    """
+    epoch, seen = 1, set[int]()
+    found = np.ones(until + 1, dtype=np.int64)
+    for step, samples in _samples_by_step(ledger):
+        if step > until:
+            break
+        if not seen.isdisjoint(samples):
+            epoch, seen = epoch + 1, set()
+        seen.update(samples)
+        found[step:] = epoch
+    return found
+
+
+def _samples_by_step(ledger: Ledger) -> list[tuple[int, list[int]]]:
+    by_step: dict[int, dict[int, list[int]]] = {}
+    for shard in ledger.shards:
+        if "batches" not in shard.file:
+            continue
+        first, sizes, samples = (column.tolist() for column in batch_samples(shard))
+        numbers = shard.file.read("batches")[:, 0].tolist()
+        rows = {n: samples[a : a + k] for n, a, k in zip(numbers, first, sizes, strict=True)}
+        for stream in ledger.info.streams:
+            if f"{stream.name}/segments" in shard.file:
+                for step, batch, _ in shard.file.read(f"{stream.name}/segments").tolist():
+                    by_step.setdefault(step, {})[batch] = rows[batch]
+    return [
+        (step, [sample for batch in sorted(batches) for sample in batches[batch]])
+        for step, batches in sorted(by_step.items())
+    ]

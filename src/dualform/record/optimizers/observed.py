@@ -1,0 +1,29 @@
+"""Any optimizer without a rule: every step is booked as the change it was seen to make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.optim import Optimizer
+
+from dualform.record.optimizers.rule import STILL, Rule, Transition
+
+
+class ObservedRule(Rule):
+    """`W_T = W_0 + Σ_t (W_t - W_{t-1})`: exact, by step.
+
+    >>> import torch
+    >>> ObservedRule().accepts(torch.optim.Adam([torch.zeros(1)]))
+    True
+    """
+
+    name = "observed"
+    fields = ()
+
+    def accepts(self, optimizer: Optimizer) -> bool:
+        """Every optimizer can be observed."""
+        return True
+
+    def transition(self, hyper: Mapping[str, float], buffered: bool) -> Transition:
+        """Never asked for: no step of an observed run is booked by row."""
+        return STILL

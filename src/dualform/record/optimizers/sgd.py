@@ -1,0 +1,48 @@
+"""Stochastic gradient descent as torch.optim.SGD does it, in every variant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.optim import SGD, Optimizer
+
+from dualform.record.optimizers.rule import Rule, Transition
+
+
+class SGDRule(Rule):
+    """Momentum μ, dampening, Nesterov, coupled weight decay λ, maximize; any schedule.
+
+    With `k = 1 - dampening` (and `k = 1, μ = 0` for the step that creates the buffer):
+    `b ← μ b + k (±g + λ W)`, then `W ← W - η b`, or with Nesterov `W ← W - η (±g + λ W + μ b)`.
+
+    >>> hyper = dict(lr=0.1, momentum=0.9, dampening=0, weight_decay=0, nesterov=0, maximize=0)
+    >>> SGDRule().transition(hyper, buffered=True)
+    Transition(M=((1.0, -0.09...), (0.0, 0.9)), n=(-0.1, 1.0))
+    """
+
+    name = "sgd"
+    fields = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
+    def accepts(self, optimizer: Optimizer) -> bool:
+        """Exactly torch's SGD: a subclass may do anything."""
+        return type(optimizer) is SGD
+
+    def makes_buffer(self, hyper: Mapping[str, float]) -> bool:
+        """torch creates the buffer at the first step with momentum."""
+        return hyper["momentum"] != 0
+
+    def transition(self, hyper: Mapping[str, float], buffered: bool) -> Transition:
+        """The matrices of maths: `M` over (W, b), `n` on the gradient."""
+        eta, decay, mu = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
+        sign = -1.0 if hyper["maximize"] else 1.0
+        if mu == 0:
+            return Transition(((1 - eta * decay, 0.0), (0.0, 1.0)), (-eta * sign, 0.0))
+        k = 1 - hyper["dampening"] if buffered else 1.0
+        keep = mu if buffered else 0.0
+        # the direction as a combination of W, b and g: plain momentum takes b, Nesterov g + μ b
+        on_W, on_b, on_g = k * decay, keep, k * sign
+        if hyper["nesterov"]:
+            on_W, on_b, on_g = decay + mu * on_W, mu * keep, sign + mu * on_g
+        return Transition(
+            ((1 - eta * on_W, -eta * on_b), (k * decay, keep)), (-eta * on_g, k * sign)
+        )

@@ -1,0 +1,262 @@
+"""Watching a training loop: from hooks to a run folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.ledger import Background
+from dualform.ledger.samples import Label, SampleId, describe_samples
+from dualform.record.books import Books
+from dualform.record.dataset import describe_dataset
+from dualform.record.optimizers import rule_for
+from dualform.record.plan import make_plan
+from dualform.record.settle import Settler, Step, to_host
+from dualform.record.start import resume_run, snapshot, start_run
+from dualform.record.watch import Watch
+
+FLUSH_SECONDS = 30.0
+PARCELS = 8
+"""A shard is handed to the writer's thread in about this many parcels."""
+WITNESS = 8
+"""Weights are kept with a shard when that adds at most an eighth to what was written."""
+
+
+@dataclass
+class Parcel:
+    """What the training thread hands to the writer's."""
+
+    steps: list[Step]
+    step: int
+    flush: bool
+    weights: dict[str, Tensor] | None
+    mark: str
+
+
+class Recorder:
+    """Records a training loop as a ledger; made by `dualform.record`, used in a `with` statement.
+
+    Its hooks change nothing: training is bit-identical with and without it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        path: Path,
+        *,
+        dataset: Any = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        buffer_bytes: int = 128 << 20,
+    ) -> None:
+        self.path = path
+        self.step = 0
+        """How many optimizer steps are recorded."""
+        self._model, self._optimizer = model, optimizer
+        self._dataset, self._resume, self._overwrite = dataset, resume, overwrite
+        self._buffer_bytes = buffer_bytes
+
+    def __enter__(self) -> Recorder:
+        model, optimizer = self._model, self._optimizer
+        rule = rule_for(optimizer)
+        plan = make_plan(model, optimizer, rule)
+        if self._resume:
+            opened = resume_run(self.path, model, optimizer, plan)
+        else:
+            opened = start_run(self.path, model, optimizer, plan, rule, self._overwrite)
+        self._writer, self.step = opened.writer, opened.writer.committed
+        self._books = Books(plan, rule, optimizer)
+        self._settler = Settler(plan, self._books.vectors, opened.samples, opened.numbered)
+        self._background = Background(self._deliver)
+        self._steps: list[Step] = []
+        self._current: Step | None = None
+        self._parcel_bytes = self._shard_bytes = self._unwitnessed = 0
+        self._flushed = time.monotonic()
+        if self._dataset is not None:
+            describe_dataset(self.path, self._dataset)
+        self._watch = Watch(model, plan.sources)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.close()
+        for handle in self._handles:
+            handle.remove()
+        try:
+            self._finish()
+        except BaseException:
+            if error is None:  # else the error that ended the loop is the one to see
+                raise
+        finally:
+            self._writer.abandon()
+
+    def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
+        """Names the samples of the next forward pass, one id for each (integers or strings).
+
+        Without it, samples are numbered in the order they are seen, each visit anew.
+        """
+        self._watch.samples(ids)
+
+    def describe(
+        self,
+        ids: Sequence[SampleId],
+        labels: Sequence[Label] | Tensor | None = None,
+        previews: Sequence[str] | Tensor | None = None,
+    ) -> None:
+        """Adds labels and small previews (images, texts or numbers) to samples, for people."""
+        describe_samples(self.path, ids, labels, previews)
+
+    def checkpoint(self) -> None:
+        """Marks this step: everything so far is made durable, and the weights are kept.
+
+        Call it where you save the model and the optimizer; `record(..., resume=True)` goes on
+        from the marked step whose weights the model has.
+        """
+        self._hand_over(flush=True, mark="checkpoint")
+        self._background.wait()
+
+    def _finish(self) -> None:
+        try:
+            self._hand_over(flush=True, mark="final")
+        finally:
+            self._background.close()
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimizer
+        if closure is None:
+            self._observe()
+            return None
+        others = {name: value for name, value in kwargs.items() if name != "closure"}
+        return (args[0], self._observing(closure)), others
+
+    def _observing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The user's closure; the gradients it leaves are those the optimizer will use."""
+
+        def observed() -> Any:
+            loss = closure()
+            self._observe()
+            return loss
+
+        return observed
+
+    def _observe(self) -> None:
+        """Looks at the gradients the optimizer is about to use."""
+        self._background.raise_error()
+        if self._settler.failed:
+            self._keep_by_step(set(self._settler.failed))
+        step = self._books.observe(self.step + 1, self._watch.captures)
+        if self._books.unverified and (failed := self._books.verify(self._settler, step)):
+            notes = [note for at in failed for note in self._settler.notes_of(at, step.number)]
+            self._keep_by_step(failed)
+            step = self._books.observe(self.step + 1, self._watch.captures)
+            step.notes = notes
+        self._current = step
+
+    def _keep_by_step(self, accounts: set[int]) -> None:
+        self._watch.drop(self._books.by_step(accounts))
+        self._settler.failed -= accounts
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        step, self._current = self._current, None
+        if step is None:
+            return
+        step.captures, step.changes = self._watch.take(), self._books.changes()
+        self.step = step.number
+        self._steps.append(step)
+        self._parcel_bytes += step.nbytes
+        if self._parcel_bytes >= self._buffer_bytes // PARCELS:
+            self._hand_over(flush=self._shard_bytes >= self._buffer_bytes)
+        elif time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self._hand_over(flush=True)
+
+    def _hand_over(self, flush: bool, mark: str = "") -> None:
+        """Gives the steps so far to the writer's thread, with the weights where they are due."""
+        self._shard_bytes += self._parcel_bytes
+        self._unwitnessed += self._parcel_bytes
+        weights = None
+        if mark or (flush and self._unwitnessed >= WITNESS * self._weight_bytes()):
+            weights, self._unwitnessed = snapshot(self._model), 0
+        if flush:
+            self._shard_bytes, self._flushed = 0, time.monotonic()
+        steps, self._steps, self._parcel_bytes = self._steps, [], 0
+        self._background.put(Parcel(steps, self.step, flush, weights, mark or "flush"))
+
+    def _weight_bytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._model.parameters())
+
+    def _deliver(self, parcel: Parcel) -> None:
+        """On the writer's thread: settles the steps and commits what is due."""
+        error = None
+        if parcel.steps:
+            block, error = self._settler.settle(parcel.steps)
+            if block is not None:
+                self._writer.append(block)
+        if parcel.flush or error is not None:
+            self._writer.flush()
+        if error is not None:
+            raise error
+        if parcel.weights is not None and parcel.step:
+            weights = {name: to_host(weight) for name, weight in parcel.weights.items()}
+            self._writer.weights(parcel.step, weights, parcel.mark)
+
+
+def record(
+    model: nn.Module,
+    optimizer: Optimizer,
+    path: str | os.PathLike[str],
+    *,
+    dataset: Any = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    buffer_bytes: int = 128 << 20,
+) -> Recorder:
+    """Records the training loop inside the `with` statement as a ledger at `path`.
+
+    >>> import tempfile, torch, dualform
+    >>> path = tempfile.mkdtemp() + "/run"
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> with dualform.record(model, optimizer, path) as recorder:
+    ...     for ids in ([0, 1], [2, 3]):
+    ...         recorder.samples(ids)
+    ...         loss = model(torch.randn(2, 3)).square().mean()
+    ...         loss.backward(); optimizer.step(); optimizer.zero_grad()
+    >>> dualform.open(path).steps
+    2
+
+    Args:
+        dataset: a map-style dataset whose item `i` is sample id `i`; its labels and small previews
+            of its inputs are kept with the run.
+        resume: go on with the run at `path`, from the marked step whose weights the model has.
+        overwrite: replace the run at `path`.
+        buffer_bytes: how much is held in memory before it is written as one file; when the disk
+            is slower than training, training waits rather than memory filling up.
+    """
+    return Recorder(
+        model,
+        optimizer,
+        Path(path),
+        dataset=dataset,
+        resume=resume,
+        overwrite=overwrite,
+        buffer_bytes=buffer_bytes,
+    )

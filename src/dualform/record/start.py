@@ -1,0 +1,127 @@
+"""Starting a run, or going on with one."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.errors import ModelMismatchError, UnknownStepError
+from dualform.ledger import Ledger, LedgerWriter, RunInfo, SampleTable
+from dualform.ledger.format import BUFFER
+from dualform.ledger.samples import decode_ids
+from dualform.record.optimizers import Rule
+from dualform.record.plan import Plan
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A writer, and what it must know of the run so far."""
+
+    writer: LedgerWriter
+    samples: SampleTable
+    numbered: int = 0
+
+
+def start_run(
+    path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule, overwrite: bool
+) -> Opened:
+    """A new run folder that holds the weights training starts from."""
+    info = RunInfo(
+        streams=tuple(source.stream for source in plan.sources),
+        books=plan.books,
+        accounts=tuple(account.books for account in plan.accounts),
+        rule=rule.name,
+        fields=rule.fields,
+        metadata=_metadata(model, optimizer),
+    )
+    buffers = momenta(optimizer, plan)
+    initial = {**snapshot(model), **{BUFFER + name: b.cpu() for name, b in buffers.items()}}
+    start = {"buffers": sorted(buffers)}
+    writer = LedgerWriter.create(path, info, initial, overwrite=overwrite, start=start)
+    return Opened(writer, SampleTable())
+
+
+def resume_run(path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan) -> Opened:
+    """Goes on from the kept step whose weights the model has; later steps no longer count."""
+    ledger = Ledger(path)
+    _check_books(ledger, plan)
+    step = _matching_step(ledger, snapshot(model))
+    writer = LedgerWriter.resume(path, step, {"buffers": sorted(momenta(optimizer, plan))})
+    ledger = Ledger(path)  # as it reads now, without what was written beyond that step
+    batches = ledger.column("batches")
+    numbered = int(batches[:, 1].sum()) if len(batches) else 0
+    return Opened(writer, SampleTable(decode_ids(ledger) or ()), numbered)
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and persistent buffers, each once even where it is shared."""
+    seen: set[int] = set()
+    copies = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            copies[name] = tensor.detach().clone()
+    return copies
+
+
+def momenta(optimizer: Optimizer, plan: Plan) -> dict[str, Tensor]:
+    """The momentum buffers the optimizer has now, by parameter."""
+    states = {name: optimizer.state.get(p, {}) for name, p in plan.parameters.items()}
+    found = {name: state.get("momentum_buffer") for name, state in states.items()}
+    return {name: buffer for name, buffer in found.items() if buffer is not None}
+
+
+def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
+    for step in reversed(ledger.kept_steps):
+        kept = ledger.weights(step)
+        if all(name in kept and torch.equal(kept[name], w.cpu()) for name, w in weights.items()):
+            return step
+    raise UnknownStepError(
+        f"cannot go on with '{ledger.path}': the model's weights are those of none of its kept "
+        f"steps {ledger.kept_steps}; load the checkpoint you saved where you called "
+        "recorder.checkpoint()."
+    )
+
+
+def _check_books(ledger: Ledger, plan: Plan) -> None:
+    recorded = {book.name: book.shape for book in ledger.info.books}
+    given = {book.name: book.shape for book in plan.books}
+    for name in [*recorded, *given]:
+        if recorded.get(name) != given.get(name):
+            raise ModelMismatchError(
+                f"cannot go on with '{ledger.path}': its '{name}' has shape "
+                f"{recorded.get(name)}, the model's {given.get(name)}."
+            )
+
+
+def _metadata(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    state = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    aliases = {name: first[id(t)] for name, t in state.items() if first[id(t)] != name}
+    groups = optimizer.state_dict()["param_groups"]
+    return {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": str(model),
+        "aliases": aliases,
+        "optimizer": type(optimizer).__name__,
+        "settings": [{k: _plain(v) for k, v in g.items() if k != "params"} for g in groups],
+        "versions": {
+            "dualform": version("dualform"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "command": sys.argv,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
