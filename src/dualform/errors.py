@@ -68,6 +68,18 @@ class SampleIdsError(RecordingError, ValueError):
 class NonFiniteError(RecordingError):
     """NaN or infinity reached a gradient."""
 
+    step: int = 0
+
+    @classmethod
+    def at(cls, book: str, step: int) -> NonFiniteError:
+        """The error for a book whose gradient was not finite at a step."""
+        error = cls(
+            f"the gradient of '{book}' is not finite at step {step} (NaN in the loss?). The run "
+            f"is committed up to step {step - 1}; go back to a checkpoint and use resume=True."
+        )
+        error.step = step
+        return error
+
 
 class ReadingError(DualformError, ValueError):
     """The run cannot answer this question."""

@@ -7,7 +7,22 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+import torch
+
 Item = TypeVar("Item")
+
+
+def _compute_alone() -> None:
+    """Keeps torch from starting helper threads for this one: training needs the cores.
+
+    The setting is the calling thread's, but also the default of threads to come; a thread that
+    lives just for that puts the default back.
+    """
+    usual = torch.get_num_threads()
+    torch.set_num_threads(1)
+    restorer = threading.Thread(target=torch.set_num_threads, args=(usual,))
+    restorer.start()
+    restorer.join()
 
 
 class Background(Generic[Item]):
@@ -23,7 +38,7 @@ class Background(Generic[Item]):
     [1, 2]
     """
 
-    def __init__(self, work: Callable[[Item], None], waiting: int = 2) -> None:
+    def __init__(self, work: Callable[[Item], None], waiting: int = 8) -> None:
         self._work = work
         self._queue: queue.Queue[Item | None] = queue.Queue(maxsize=waiting)
         self._error: BaseException | None = None
@@ -52,6 +67,7 @@ class Background(Generic[Item]):
             raise self._error
 
     def _run(self) -> None:
+        _compute_alone()
         while (item := self._queue.get()) is not None:
             try:
                 if self._error is None:

@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,14 @@ from dualform.ledger.tensors import write_tensors
 
 @dataclass
 class Block:
-    """Whole steps of a run: arrays that grow along their first axis, and remarks about books."""
+    """Whole steps of a run: arrays in parts along their first axis, and remarks about books."""
 
     first: int
     last: int
-    arrays: dict[str, Tensor]
+    arrays: dict[str, list[Tensor]]
     notes: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in self.arrays.values())
+    written: Callable[[], None] | None = None
+    """Called when the arrays are on disk and their memory may be used again."""
 
 
 class LedgerWriter:
@@ -52,7 +49,7 @@ class LedgerWriter:
 
     >>> import tempfile, torch; path = Path(tempfile.mkdtemp()) / "run"
     >>> writer = LedgerWriter.create(path, RunInfo(), initial={"w": torch.zeros(2)})
-    >>> writer.append(Block(1, 1, {"fc/keys": torch.ones(3, 2)}))
+    >>> writer.append(Block(1, 1, {"fc/keys": [torch.ones(3, 2)]}))
     >>> writer.flush(); writer.close()
     >>> Ledger(path).last_step
     1
@@ -115,11 +112,6 @@ class LedgerWriter:
             self.flush()
         self._blocks.append(block)
 
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes taken but not yet durable."""
-        return sum(block.nbytes for block in self._blocks)
-
     def flush(self) -> None:
         """Writes everything taken so far as one shard and commits it."""
         if not self._blocks:
@@ -130,6 +122,9 @@ class LedgerWriter:
         span = {"first": blocks[0].first, "last": blocks[-1].last}
         self._commit({"kind": "rows", **record, **span, "notes": notes})
         self.committed = blocks[-1].last
+        for block in blocks:
+            if block.written is not None:
+                block.written()
 
     def weights(self, step: int, weights: Mapping[str, Tensor], mark: str) -> None:
         """Keeps the parameters as they were after `step`; `mark` says why (see FORMAT.md)."""
@@ -185,16 +180,16 @@ class LedgerWriter:
 def _continues(block: Block, earlier: Block) -> bool:
     """Whether the arrays of both blocks can stand one behind the other."""
     common = block.arrays.keys() & earlier.arrays.keys()
-    forms = ((block.arrays[name], earlier.arrays[name]) for name in common)
-    return all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in forms)
+    pairs = [(block.arrays[name][0], earlier.arrays[name][0]) for name in common]
+    return all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in pairs)
 
 
 def _merge(blocks: Sequence[Block]) -> dict[str, list[Tensor]]:
     """Each array as the list of its parts: what `write_tensors` puts one behind the other."""
     merged: dict[str, list[Tensor]] = {}
     for block in blocks:
-        for name, array in block.arrays.items():
-            merged.setdefault(name, []).append(array)
+        for name, parts in block.arrays.items():
+            merged.setdefault(name, []).extend(parts)
     return merged
 
 

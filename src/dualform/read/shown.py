@@ -17,8 +17,8 @@ WIDTH = 100
 
 def framed(title: str, table: Table, note: str = "") -> Group:
     """A table between its title and a note, neither of them squeezed to its width."""
-    parts = [Text(title, style="bold"), table, *([Text(note, style="dim")] if note else [])]
-    return Group(*parts)
+    parts: list[RenderableType] = [Text(title, style="bold"), table]
+    return Group(*parts, *([Text(note, style="dim")] if note else []))
 
 
 class Shown(ABC):

@@ -9,8 +9,7 @@ from torch.optim import Optimizer
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
 from dualform.record.plan import Account, Plan
 from dualform.record.probe import settle_factors
-from dualform.record.settle import Settler, Step
-from dualform.record.watch import Capture
+from dualform.record.settle import Pages, Settler, Step
 
 
 class Books:
@@ -19,15 +18,13 @@ class Books:
     def __init__(self, plan: Plan, rule: Rule, optimizer: Optimizer) -> None:
         self._plan, self._rule, self._optimizer = plan, rule, optimizer
         self._parameters = list(plan.parameters.values())
-        self._groups: list[int] = []
-        self._group_count = -1
         self._before: dict[str, Tensor] = {}
         self._by_row = set(range(len(plan.accounts)))
         self.unverified = set(self._by_row)
         """Accounts whose rows have not been held against a gradient yet."""
         generator = torch.Generator().manual_seed(0)  # its own: the user's stays untouched
         self.vectors = [self._vector(account, generator) for account in plan.accounts]
-        self._arrange()
+        self._regroup()
 
     def by_step(self, accounts: set[int]) -> list[int]:
         """Keeps these accounts by step from now on; returns the sources nobody needs any more."""
@@ -36,33 +33,36 @@ class Books:
         self._arrange()
         return [source for index in accounts for source in self._plan.accounts[index].sources]
 
-    def observe(self, number: int, captures: list[Capture]) -> Step:
+    def observe(self, number: int) -> Step:
         """What the optimizer is about to do, before it does it."""
         groups = self._optimizer.param_groups
         if len(groups) != self._group_count:
             self._regroup()
         hyper = [self._rule.hyper(group) for group in groups]
-        states = self._touched()
-        self._before = {
-            name: self._plan.parameters[name].detach().clone()
-            for name, column in self._observed.items()
-            if states[column]
-        }
-        return Step(number, captures, self._probes(states), hyper, self._groups, states)
+        states, probes = self._states_and_probes()
+        if self._observed:
+            self._before = {
+                name: self._plan.parameters[name].detach().clone()
+                for name, column in self._observed.items()
+                if states[column]
+            }
+        return Step(number, probes, hyper, self._groups, states)
 
     def changes(self) -> dict[str, Tensor]:
         """What the step did to the parameters that are kept by step."""
+        if not self._before:
+            return {}
         before, self._before = self._before, {}
         now = self._plan.parameters
         return {name: now[name].detach() - old for name, old in before.items()}
 
-    def verify(self, settler: Settler, step: Step) -> set[int]:
+    def verify(self, settler: Settler, step: Step, pages: Pages) -> set[int]:
         """Holds accounts that are new against their gradient; returns those that fail."""
         probes = [probe is not None and bool(probe.isfinite().all()) for probe in step.probes]
         seen = {index for index in self.unverified if probes[index]}
         if not seen:
             return set()
-        _, _, agreed = settle_factors(settler.evidence([step]))
+        _, _, agreed = settle_factors(settler.evidence([step], pages))
         self.unverified -= seen
         return {index for index in seen if not agreed[0, index]}
 
@@ -77,20 +77,23 @@ class Books:
         accounts = self._plan.accounts
         by_row = {book for index in self._by_row for book in accounts[index].books}
         names = [book.name for book in self._plan.books]
-        self._states = [BY_ROW if name in by_row else OBSERVED for name in names]
+        self._states = [
+            UNTOUCHED if group < 0 else BY_ROW if name in by_row else OBSERVED
+            for name, group in zip(names, self._groups, strict=True)
+        ]
         self._observed = {name: at for at, name in enumerate(names) if name not in by_row}
         self._probed = [
             self._weights_and_biases(account) if index in self._by_row else ([], [])
             for index, account in enumerate(accounts)
         ]
 
-    def _weights_and_biases(self, account: Account) -> tuple[list[Tensor], list[Tensor]]:
+    def _weights_and_biases(self, account: Account) -> tuple[list[int], list[int]]:
+        """The columns of the account's weights, and of its biases."""
         sources = [self._plan.sources[index] for index in account.sources]
         forms = {name: form for source in sources for name, form in source.parameters.items()}
-        found: dict[str, list[Tensor]] = {"outer": [], "sum": []}
-        for name, form in forms.items():
-            found[form].append(self._plan.parameters[name])
-        return found["outer"], found["sum"]
+        columns = {book.name: at for at, book in enumerate(self._plan.books)}
+        weights = [columns[name] for name, form in forms.items() if form == "outer"]
+        return weights, [columns[name] for name, form in forms.items() if form == "sum"]
 
     def _regroup(self) -> None:
         """Finds each parameter's group; -1 where the optimizer does not have it."""
@@ -98,40 +101,39 @@ class Books:
         index = {id(p): at for at, group in enumerate(groups) for p in group["params"]}
         self._groups = [index.get(id(parameter), -1) for parameter in self._parameters]
         self._group_count = len(groups)
+        self._arrange()
 
-    def _touched(self) -> list[int]:
+    def _states_and_probes(self) -> tuple[list[int], list[Tensor | None]]:
+        """How the step will touch each book, and the probes of the gradients it will use."""
         skipped = getattr(self._optimizer, "found_inf", None)  # a scaler's word to fused optimizers
         if skipped is not None and bool(skipped):
-            return [UNTOUCHED] * len(self._states)
-        return [
-            UNTOUCHED if parameter.grad is None or group < 0 else state
-            for parameter, group, state in zip(
-                self._parameters, self._groups, self._states, strict=True
-            )
-        ]
-
-    def _probes(self, states: list[int]) -> list[Tensor | None]:
-        if not any(states):
-            return [None] * len(self._probed)
+            return [UNTOUCHED] * len(self._states), [None] * len(self._probed)
+        gradients = [parameter.grad for parameter in self._parameters]
+        states = self._states
+        for at, gradient in enumerate(gradients):
+            if gradient is None and states[at] != UNTOUCHED:
+                states = [
+                    UNTOUCHED if g is None else s for g, s in zip(gradients, states, strict=True)
+                ]
+                break
         probes = [
-            _probe(weights, biases, vector)
+            _probe(gradients, weights, biases, vector)
             for (weights, biases), vector in zip(self._probed, self.vectors, strict=True)
         ]
         scale = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale themselves
-        if scale is None:
-            return probes
-        return [None if probe is None else probe / scale.to(probe.device) for probe in probes]
+        if scale is not None:
+            probes = [None if p is None else p / scale.to(p.device) for p in probes]
+        return states, probes
 
 
-def _probe(weights: list[Tensor], biases: list[Tensor], vector: Tensor) -> Tensor | None:
+def _probe(
+    gradients: list[Tensor | None], weights: list[int], biases: list[int], vector: Tensor
+) -> Tensor | None:
     """`u = Σ G r + Σ g` over the weights and biases of an account that have gradients."""
-    probe: Tensor | None = None
-    rest = [gradient for bias in biases if (gradient := bias.grad) is not None]
-    for weight in weights:
-        if weight.grad is not None and rest:
-            probe = torch.addmv(rest.pop(), weight.grad, vector)
-        elif weight.grad is not None:
-            probe = torch.mv(weight.grad, vector)
-    for gradient in rest:
-        probe = gradient.clone() if probe is None else probe + gradient
-    return probe
+    if len(weights) == len(biases) == 1:  # the usual case in one operation
+        weight, bias = gradients[weights[0]], gradients[biases[0]]
+        if weight is not None and bias is not None:
+            return torch.addmv(bias, weight, vector)
+    parts = [torch.mv(g, vector) for at in weights if (g := gradients[at]) is not None]
+    parts += [g.clone() for at in biases if (g := gradients[at]) is not None]
+    return torch.stack(parts).sum(0) if parts else None

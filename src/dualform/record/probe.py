@@ -9,6 +9,7 @@ step's *factor*. Where it does not, the rows do not explain the gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dualform.record.plan import Source
-from dualform.record.watch import Capture
+from dualform.record.tape import Page
 
 MISMATCH = 1000.0
 """How many roundings of their terms two probes may differ by."""
@@ -49,45 +50,57 @@ class StreamRows:
         )
 
 
-def collect(source: Source, captures: Sequence[tuple[int, Capture]]) -> StreamRows | None:
-    """Lays the captures of one stream out as rows; None where there are none.
+def lay_out(source: Source, page: Page, first: int, last: int) -> StreamRows | None:
+    """A page's slots of steps `first` to `last` as rows; None where it has none.
 
-    A capture whose rows cannot be told apart by sample is left out, and the probe then fails.
+    Slots whose rows cannot be told apart by sample are left out, and the probe then fails.
     """
-    parts = [(at, capture.batch, *_rows(source, capture)) for at, capture in captures]
-    parts = [part for part in parts if len(part[2]) % part[1].size == 0]
-    if not parts:
+    chosen = [
+        (at, step - first, batch)
+        for at, (step, batch) in enumerate(page.marks)
+        if first <= step <= last
+    ]
+    rows_a_slot = math.prod(page.form[0][:-1])
+    fitting = [(at, step, batch) for at, step, batch in chosen if rows_a_slot % batch.size == 0]
+    if not fitting:
         return None
-    table = [[at, batch.number, len(keys) // batch.size] for at, batch, keys, _ in parts]
+    keys, values = _slots(page, [at for at, _, _ in fitting])
+    keys, values = source.kind.rows(keys, values)
+    if keys.ndim > 3 and keys.shape[1] != fitting[0][2].size == keys.shape[2]:
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    table = [(step, batch.number, rows_a_slot // batch.size) for _, step, batch in fitting]
     return StreamRows(
-        torch.cat([keys for *_, keys, _ in parts]),
-        torch.cat([values for *_, values in parts]),
+        keys.reshape(-1, keys.shape[-1]),
+        values.reshape(-1, values.shape[-1]),
         torch.tensor(table),
-        torch.tensor([len(keys) for *_, keys, _ in parts]),
+        torch.full((len(fitting),), rows_a_slot),
     )
 
 
-def _rows(source: Source, capture: Capture) -> tuple[Tensor, Tensor]:
-    """Keys and values `(rows, width)`, all positions of a sample next to each other."""
-    keys, values = source.kind.rows(capture.x, capture.error.detach())
-    if keys.ndim == 2:
-        return keys, values
-    if keys.ndim > 2 and keys.shape[0] != capture.batch.size == keys.shape[1]:
-        keys, values = keys.transpose(0, 1), values.transpose(0, 1)
-    return keys.reshape(-1, keys.shape[-1]), values.reshape(-1, values.shape[-1])
+def _slots(page: Page, chosen: list[int]) -> tuple[Tensor, Tensor]:
+    """The chosen slots; without a copy where they are neighbors, as they nearly always are."""
+    start, stop = chosen[0], chosen[-1] + 1
+    if stop - start == len(chosen):
+        return page.keys[start:stop], page.values[start:stop]
+    return page.keys[chosen], page.values[chosen]
 
 
 @dataclass(frozen=True)
 class Evidence:
     """What the rows of one account say its gradient was, step by step."""
 
-    streams: dict[int, StreamRows]
+    streams: dict[int, list[StreamRows]]
     biased: dict[int, bool]
     vector: Tensor
     u: Tensor
     """(steps, width): the probe of the gradient that was used."""
     touched: Tensor
     """(steps, 2): how many weights and biases of the account the step changed."""
+
+    @cached_property
+    def pieces(self) -> list[tuple[int, StreamRows]]:
+        """All rows, with the index of their source."""
+        return [(index, rows) for index, pieces in self.streams.items() for rows in pieces]
 
     @cached_property
     def active(self) -> Tensor:
@@ -98,7 +111,7 @@ class Evidence:
     def sums(self) -> tuple[Tensor, Tensor]:
         """The rows' probe of each step (steps, width), and the size of its terms (steps,)."""
         w, size = torch.zeros_like(self.u), torch.zeros(len(self.u), dtype=torch.float64)
-        for index, rows in self.streams.items():
+        for index, rows in self.pieces:
             at = rows.at.to(rows.keys.device)
             terms, sizes = self._terms(rows, self.touched.to(at.device)[at], self.biased[index])
             w += _sum_by(at, terms, len(w))
@@ -116,7 +129,7 @@ class Evidence:
     @property
     def rounding(self) -> float:
         """The relative rounding of the coarsest numbers involved."""
-        dtypes = [rows.values.dtype for rows in self.streams.values()] or [torch.float32]
+        dtypes = [rows.values.dtype for _, rows in self.pieces] or [torch.float32]
         coarse = max(torch.finfo(dtype).eps for dtype in dtypes)
         return coarse if coarse < 1e-4 else coarse / 250  # 16-bit rows are summed in 32 bits
 
@@ -136,14 +149,14 @@ class Evidence:
     def from_batch(self, at: int, first: int) -> Evidence:
         """The same without the batches of step `at` that came before `first`."""
         kept = {
-            index: rows.keep((rows.segments[:, 0] != at) | (rows.segments[:, 1] >= first))
-            for index, rows in self.streams.items()
+            index: [p.keep((p.segments[:, 0] != at) | (p.segments[:, 1] >= first)) for p in pieces]
+            for index, pieces in self.streams.items()
         }
         return replace(self, streams=kept)
 
     def batches(self, at: int) -> list[int]:
         """The batches that left rows in step `at`, in order."""
-        tables = [rows.segments for rows in self.streams.values()]
+        tables = [rows.segments for _, rows in self.pieces]
         return sorted({int(n) for table in tables for n in table[table[:, 0] == at][:, 1]})
 
 

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,13 +20,13 @@ from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
 from dualform.record.optimizers import rule_for
 from dualform.record.plan import make_plan
-from dualform.record.settle import Settler, Step, to_host
+from dualform.record.settle import Pages, Settler, Step, to_host
 from dualform.record.start import resume_run, snapshot, start_run
 from dualform.record.watch import Watch
 
 FLUSH_SECONDS = 30.0
-PARCELS = 8
-"""A shard is handed to the writer's thread in about this many parcels."""
+PARCEL_BYTES = 8 << 20
+"""Rows go to the writer's thread in parcels: large, so that it seldom needs the interpreter."""
 WITNESS = 8
 """Weights are kept with a shard when that adds at most an eighth to what was written."""
 
@@ -35,6 +36,7 @@ class Parcel:
     """What the training thread hands to the writer's."""
 
     steps: list[Step]
+    pages: Pages
     step: int
     flush: bool
     weights: dict[str, Tensor] | None
@@ -79,11 +81,11 @@ class Recorder:
         self._background = Background(self._deliver)
         self._steps: list[Step] = []
         self._current: Step | None = None
-        self._parcel_bytes = self._shard_bytes = self._unwitnessed = 0
+        self._change_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
         if self._dataset is not None:
             describe_dataset(self.path, self._dataset)
-        self._watch = Watch(model, plan.sources)
+        self._watch = Watch(model, plan.sources, self.step + 1)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -163,13 +165,16 @@ class Recorder:
         self._background.raise_error()
         if self._settler.failed:
             self._keep_by_step(set(self._settler.failed))
-        step = self._books.observe(self.step + 1, self._watch.captures)
-        if self._books.unverified and (failed := self._books.verify(self._settler, step)):
+        step = self._books.observe(self.step + 1)
+        if self._books.unverified and (failed := self._verify(step)):
             notes = [note for at in failed for note in self._settler.notes_of(at, step.number)]
             self._keep_by_step(failed)
-            step = self._books.observe(self.step + 1, self._watch.captures)
+            step = self._books.observe(self.step + 1)
             step.notes = notes
         self._current = step
+
+    def _verify(self, step: Step) -> set[int]:
+        return self._books.verify(self._settler, step, self._watch.peek())
 
     def _keep_by_step(self, accounts: set[int]) -> None:
         self._watch.drop(self._books.by_step(accounts))
@@ -179,26 +184,29 @@ class Recorder:
         step, self._current = self._current, None
         if step is None:
             return
-        step.captures, step.changes = self._watch.take(), self._books.changes()
+        step.changes = self._books.changes()
         self.step = step.number
+        self._watch.end_step()
         self._steps.append(step)
-        self._parcel_bytes += step.nbytes
-        if self._parcel_bytes >= self._buffer_bytes // PARCELS:
+        self._change_bytes += step.nbytes
+        if self._watch.bytes + self._change_bytes >= PARCEL_BYTES:
             self._hand_over(flush=self._shard_bytes >= self._buffer_bytes)
         elif time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._hand_over(flush=True)
 
     def _hand_over(self, flush: bool, mark: str = "") -> None:
         """Gives the steps so far to the writer's thread, with the weights where they are due."""
-        self._shard_bytes += self._parcel_bytes
-        self._unwitnessed += self._parcel_bytes
+        size = self._watch.bytes + self._change_bytes
+        self._shard_bytes += size
+        self._unwitnessed += size
         weights = None
         if mark or (flush and self._unwitnessed >= WITNESS * self._weight_bytes()):
             weights, self._unwitnessed = snapshot(self._model), 0
         if flush:
             self._shard_bytes, self._flushed = 0, time.monotonic()
-        steps, self._steps, self._parcel_bytes = self._steps, [], 0
-        self._background.put(Parcel(steps, self.step, flush, weights, mark or "flush"))
+        steps, self._steps, self._change_bytes = self._steps, [], 0
+        pages = self._watch.take()
+        self._background.put(Parcel(steps, pages, self.step, flush, weights, mark or "flush"))
 
     def _weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
@@ -207,8 +215,9 @@ class Recorder:
         """On the writer's thread: settles the steps and commits what is due."""
         error = None
         if parcel.steps:
-            block, error = self._settler.settle(parcel.steps)
+            block, error = self._settler.settle(parcel.steps, parcel.pages)
             if block is not None:
+                block.written = partial(self._give_back, parcel.pages)
                 self._writer.append(block)
         if parcel.flush or error is not None:
             self._writer.flush()
@@ -217,6 +226,10 @@ class Recorder:
         if parcel.weights is not None and parcel.step:
             weights = {name: to_host(weight) for name, weight in parcel.weights.items()}
             self._writer.weights(parcel.step, weights, parcel.mark)
+
+    def _give_back(self, pages: Pages) -> None:
+        for group in pages.values():
+            self._watch.pool.give_back(group)
 
 
 def record(

@@ -1,0 +1,1 @@
+"""Speed, measured as ratios of runs interleaved in one process: `python -m benchmarks`."""

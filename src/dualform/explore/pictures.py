@@ -1,0 +1,103 @@
+"""Previews as pictures: images as inline PNG, numbers as a small curve, texts as they are."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from base64 import b64encode
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.errors import ReadingError
+from dualform.explore.amounts import Scale, shorten
+from dualform.explore.figures import FIELD, Frame, spread, staircase
+from dualform.ledger.samples import Preview
+
+LONGEST_TEXT = 600
+CRISP = 64
+"""Images up to this many pixels a side are shown with hard edges."""
+BARS = 64
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A preview, ready for the page. `text` is what it says, or says of a picture."""
+
+    kind: str
+    text: str
+    source: str = ""
+    crisp: bool = False
+    bars: str = ""
+
+
+def picture(preview: Preview | None, whose: str) -> Picture | None:
+    """What to show of a preview; None where there is nothing.
+
+    >>> picture(Preview("text", "a film I liked"), "review 3").text
+    'a film I liked'
+    """
+    if preview is None:
+        return None
+    if preview.kind == "image":
+        return _image(preview.data, whose)
+    if preview.kind == "numbers":
+        return _numbers(torch.as_tensor(preview.data).double().flatten())
+    if preview.kind == "text":
+        return Picture("text", shorten(preview.data, LONGEST_TEXT))
+    raise ReadingError(
+        f"the preview of {whose} is of kind {preview.kind!r}; previews are of kind 'image', "
+        "'text' or 'numbers'."
+    )
+
+
+def _image(data: Any, whose: str) -> Picture:
+    if not _is_image(data):
+        tensor = isinstance(data, Tensor)
+        given = f"{data.dtype} {tuple(data.shape)}" if tensor else type(data).__name__
+        raise ReadingError(
+            f"the image preview of {whose} is {given}; expected a torch.uint8 tensor of shape "
+            "(height, width) or (height, width, 3): scale to 0..255 and call .to(torch.uint8)."
+        )
+    source = "data:image/png;base64," + b64encode(png(data)).decode()
+    return Picture("image", f"preview of {whose}", source, max(data.shape[:2]) <= CRISP)
+
+
+def _is_image(data: Any) -> bool:
+    if not isinstance(data, Tensor) or data.dtype != torch.uint8 or not data.numel():
+        return False
+    return data.ndim == 2 or (data.ndim == 3 and data.shape[2] == 3)
+
+
+def _numbers(values: Tensor) -> Picture | None:
+    heights = values.nan_to_num().numpy()
+    if not len(heights):
+        return None
+    bars = heights[spread(len(heights), BARS)]
+    path = staircase(bars, np.linspace(0, FIELD, len(bars) + 1), Frame.around(bars, 0, 1))
+    scale = Scale(heights[:12])
+    listed = ", ".join(scale.plain(float(value)).text for value in heights[:12])
+    return Picture("numbers", listed + (", …" if len(heights) > 12 else ""), bars=path)
+
+
+def png(pixels: Tensor) -> bytes:
+    """A PNG file of uint8 pixels: (height, width) gray, or (height, width, 3) color.
+
+    >>> png(torch.zeros(8, 8, dtype=torch.uint8))[:4]
+    b'\\x89PNG'
+    """
+    height, width = pixels.shape[:2]
+    lines = pixels.cpu().reshape(height, -1).numpy()
+    unfiltered = np.insert(lines, 0, 0, axis=1).tobytes()  # each line says first how it is filtered
+    color = 2 if pixels.ndim == 3 else 0
+    header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
+    chunks = {b"IHDR": header, b"IDAT": zlib.compress(unfiltered, 9), b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks.items())
+
+
+def _chunk(name: bytes, data: bytes) -> bytes:
+    checksum = zlib.crc32(name + data)
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)

@@ -1,0 +1,113 @@
+"""Tapes: where backward passes write a layer's inputs and errors.
+
+A row is copied at the one moment when both are certain: the error has just arrived, and autograd
+still guards the input against changes. The copies go into pages that are used again and again, so
+recording needs a fixed amount of memory and the allocator sees nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dualform.errors import SampleIdsError
+from dualform.ledger.samples import SampleId
+
+PAGE_BYTES = 4 << 20
+
+Form: TypeAlias = tuple[torch.Size, torch.Size, torch.dtype, torch.dtype]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One forward pass: whose samples its rows are. Without ids they are numbered in order."""
+
+    number: int
+    ids: Tensor | Sequence[SampleId] | None
+    step: int
+    size: int = 0
+
+    def begin(self, layer: str, x: Tensor) -> None:
+        """Takes the size from the first layer that sees the batch, and holds the ids to it."""
+        if self.ids is None:
+            self.size = x.shape[0] if x.ndim > 1 else 1
+        elif len(self.ids) in x.shape[: min(x.ndim - 1, 2)]:
+            self.size = len(self.ids)
+        else:
+            raise SampleIdsError(
+                f"recorder.samples got {len(self.ids)} ids, but layer '{layer}' sees a batch of "
+                f"shape {tuple(x.shape)}; give one id for each sample of the batch."
+            )
+
+
+class Page:
+    """Slots of one form, and for each that is filled the step and the batch it belongs to."""
+
+    __slots__ = ("form", "key_slots", "keys", "marks", "slot_bytes", "value_slots", "values")
+
+    def __init__(self, x: Tensor, error: Tensor) -> None:
+        self.form = form_of(x, error)
+        self.slot_bytes = x.nbytes + error.nbytes
+        slots = max(1, PAGE_BYTES // max(1, self.slot_bytes))
+        self.keys = x.new_empty((slots, *x.shape))
+        self.values = error.new_empty((slots, *error.shape))
+        self.key_slots, self.value_slots = list(self.keys), list(self.values)
+        self.marks: list[tuple[int, Batch]] = []
+
+
+def form_of(x: Tensor, error: Tensor) -> Form:
+    """What a page must match to take these."""
+    return x.shape, error.shape, x.dtype, error.dtype
+
+
+class Pool:
+    """Pages that wait to be used again."""
+
+    def __init__(self) -> None:
+        self._free: dict[Form, deque[Page]] = {}
+
+    def take(self, x: Tensor, error: Tensor) -> Page:
+        """A page whose slots fit."""
+        free = self._free.setdefault(form_of(x, error), deque())
+        return free.popleft() if free else Page(x, error)
+
+    def give_back(self, pages: Sequence[Page]) -> None:
+        """Takes pages whose rows are written (from the writer's thread, too)."""
+        for page in pages:
+            page.marks = []
+            self._free[page.form].append(page)
+
+
+class Tape:
+    """The pages one layer's rows are written to."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.pages: list[Page] = []
+
+    def write(self, step: int, batch: Batch, x: Tensor, error: Tensor) -> int:
+        """Copies one use of the layer into the next slot; returns its bytes."""
+        page = self.pages[-1] if self.pages else self._turn(x, error)
+        at = len(page.marks)
+        if at == len(page.key_slots) or page.form != form_of(x, error):
+            page, at = self._turn(x, error), 0
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            x, error = x.detach(), error.detach()
+        page.key_slots[at].copy_(x)
+        page.value_slots[at].copy_(error)
+        page.marks.append((step, batch))
+        return page.slot_bytes
+
+    def take(self) -> list[Page]:
+        """The pages written so far; the next row begins a new one."""
+        pages, self.pages = self.pages, []
+        return pages
+
+    def _turn(self, x: Tensor, error: Tensor) -> Page:
+        self.pages.append(self._pool.take(x, error))
+        return self.pages[-1]
