@@ -68,7 +68,7 @@ class Frame:
         """Round values along the axis."""
         values = round_values(self.low, self.high)
         scale = Scale([values[1] - values[0] if len(values) > 1 else 1.0], digits=1)
-        return [Mark(scale.signed(v).text, self.pixel(v)) for v in values]
+        return [Mark(scale.signed(v).text if v else "0", self.pixel(v)) for v in values]
 
 
 @dataclass(frozen=True)
@@ -166,16 +166,17 @@ def block_figure(values: Array, groups: Sequence[Group], asked: Label | None) ->
     frame = Frame.around(values, top=36, height=210)
     shown, merged = _most_important(values, groups, asked)
     sums = [float(values[group.positions].sum()) for group in shown]
-    width = FIELD / len(shown)
+    width, gap = FIELD / len(shown), GAP if len(shown) > 1 else 0.0
     blocks = []
     for at, (group, total) in enumerate(zip(shown, sums, strict=True)):
-        left, right = (at + GAP / 2) * width, (at + 1 - GAP / 2) * width
+        left, right = (at + gap / 2) * width, (at + 1 - gap / 2) * width
         above, below = _sorted_areas(values[group.positions], frame, left, right)
         name, own = shorten(group.name, 13), asked is not None and group.label == asked
         amount, count = Scale([total]).signed(total), len(group.positions)
         blocks.append(Block(name, own, count, amount, left, right, above, below))
     thinned = any(block.count > BLOCK_POINTS for block in blocks)
-    slanted = len(blocks) > 1 and any(len(block.name) > 4 for block in blocks)
+    named = blocks[:-1] if merged else blocks
+    slanted = len(blocks) > 1 and any(len(block.name) > 4 for block in named)
     return BlockFigure(blocks, frame, merged, thinned, slanted)
 
 

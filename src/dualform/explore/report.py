@@ -54,7 +54,7 @@ def write_report(
 
 def _check(run: Run, reading: Reading, target: Path, queries: Sequence[Query]) -> None:
     source, asked = reading.source, len(reading.names)
-    if (source.ledger.path, source.until) != (run.path, run.steps):
+    if (source.ledger.path.resolve(), source.until) != (run.path.resolve(), run.steps):
         raise ReadingError(
             f"the reading is of run '{source.ledger.path}' at step {source.until}, the report of "
             f"run '{run.path}' at step {run.steps}; give the run the reading came from."

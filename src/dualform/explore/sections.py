@@ -75,7 +75,7 @@ class Section:
     picture: Picture | None
     label: str | None
     verdict: str
-    """"right", "wrong", or nothing where label and output cannot be compared."""
+    """Is "right", "wrong", or nothing where label and output cannot be compared."""
     asked: str
     total: Amount
     predicted: int
@@ -112,7 +112,7 @@ class Sections:
     def section(self, at: int) -> Section:
         """The section of query number `at`."""
         query, values = self._queries[at], self._scores.values[:, at]
-        label, title = _plain(query.label), shorten(query.title, LONGEST_NAME)
+        label, title = _label(query), shorten(query.title, LONGEST_NAME)
         predicted = int(self._reading.queries.outputs[at].argmax())
         asked_class = self._unit(at) if self.outputs_are_classes else None
         total = float(self._reading.total[at])
@@ -136,18 +136,18 @@ class Sections:
 
     @cached_property
     def outputs_are_classes(self) -> bool:
-        """Whether a label can be the number of an output: only in the last layer, and if all are.
+        """Whether labels are numbers of outputs: only in the last layer, and only if all are.
 
         A hidden layer's unit 3 has nothing to do with label 3.
         """
         width = self._reading.queries.outputs.shape[1]
-        labels = [group.label for group in self._groups if group.label is not None]
+        given = [*(group.label for group in self._groups), *map(_label, self._queries)]
+        labels = [label for label in given if label is not None]
         last = self._reading.layer == self._run.layers[-1]
-        return last and width > 1 and all(_is_unit(label, width) for label in labels)
+        return last and width > 1 and bool(labels) and all(_is_unit(la, width) for la in labels)
 
     def _verdict(self, label: Any, predicted: int) -> str:
-        width = self._reading.queries.outputs.shape[1]
-        if not (self.outputs_are_classes and _is_unit(label, width)):
+        if label is None or not self.outputs_are_classes:
             return ""
         return "right" if label == predicted else "wrong"
 
@@ -201,6 +201,7 @@ def _is_unit(label: Any, width: int) -> bool:
     return isinstance(label, int) and not isinstance(label, bool) and 0 <= label < width
 
 
-def _plain(label: Any) -> Any:
-    """A label out of a tensor or an array is an ordinary number."""
+def _label(query: Query) -> Any:
+    """Its label; out of a tensor or an array, an ordinary number."""
+    label: Any = query.label
     return label.item() if hasattr(label, "item") else label

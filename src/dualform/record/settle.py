@@ -185,8 +185,10 @@ class Settler:
 
 
 def _step_arrays(steps: Sequence[Step], factors: Tensor) -> dict[str, list[Tensor]]:
+    groups = max(len(step.hyper) for step in steps)  # a group may have been added on the way
+    hyper = [step.hyper + step.hyper[:1] * (groups - len(step.hyper)) for step in steps]
     arrays = {
-        "hyper": [torch.tensor([step.hyper for step in steps], dtype=torch.float64)],
+        "hyper": [torch.tensor(hyper, dtype=torch.float64)],
         "groups": [torch.tensor([step.groups for step in steps], dtype=torch.int16)],
         "states": [torch.tensor([step.states for step in steps], dtype=torch.uint8)],
         "factors": [factors],

@@ -19,6 +19,7 @@ from dualform.errors import SampleIdsError
 from dualform.ledger.samples import SampleId
 
 PAGE_BYTES = 4 << 20
+PAGE_SLOTS = 256
 
 Form: TypeAlias = tuple[torch.Size, torch.Size, torch.dtype, torch.dtype]
 
@@ -53,7 +54,7 @@ class Page:
     def __init__(self, x: Tensor, error: Tensor) -> None:
         self.form = form_of(x, error)
         self.slot_bytes = x.nbytes + error.nbytes
-        slots = max(1, PAGE_BYTES // max(1, self.slot_bytes))
+        slots = max(1, min(PAGE_SLOTS, PAGE_BYTES // max(1, self.slot_bytes)))
         self.keys = x.new_empty((slots, *x.shape))
         self.values = error.new_empty((slots, *error.shape))
         self.key_slots, self.value_slots = list(self.keys), list(self.values)

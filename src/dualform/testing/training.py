@@ -1,0 +1,76 @@
+"""A small training loop with everything people do to gradients, for the contracts to share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.record import Recorder, record
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How to train.
+
+    >>> Loop(steps=2, accumulate=2).micro_batches(torch.arange(4))
+    [tensor([0, 1]), tensor([2, 3])]
+    """
+
+    steps: int = 6
+    batch: int = 4
+    accumulate: int = 1
+    clip: float | None = None
+    schedule: bool = False
+    seed: int = 0
+
+    def micro_batches(self, ids: Tensor) -> list[Tensor]:
+        """A batch's ids, split for gradient accumulation."""
+        return list(ids.chunk(self.accumulate))
+
+    def batches(self, samples: int) -> Iterator[Tensor]:
+        """The ids of each step: epochs in a shuffled order."""
+        generator = torch.Generator().manual_seed(self.seed)
+        order: list[int] = []
+        for _ in range(self.steps):
+            while len(order) < self.batch:
+                order += torch.randperm(samples, generator=generator).tolist()
+            yield torch.tensor(order[: self.batch])
+            order = order[self.batch :]
+
+
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """A sum over everything, so that the split into micro-batches cannot matter."""
+    return (output - target).square().sum() / 8
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    inputs: Tensor,
+    targets: Tensor,
+    loop: Loop,
+    path: Path | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = squared_error,
+) -> None:
+    """Trains the model; records it if a path is given. Both ways do exactly the same."""
+    recording = nullcontext() if path is None else record(model, optimizer, path)
+    rate = [group["lr"] for group in optimizer.param_groups]
+    with recording as recorder:
+        for number, ids in enumerate(loop.batches(len(inputs))):
+            for part in loop.micro_batches(ids):
+                if isinstance(recorder, Recorder):
+                    recorder.samples(part)
+                loss(model(inputs[part]), targets[part]).backward()  # type: ignore[no-untyped-call]
+            if loop.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), loop.clip)
+            if loop.schedule:
+                for group, lr in zip(optimizer.param_groups, rate, strict=True):
+                    group["lr"] = lr * (1 + 0.5 * (number % 3))
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,259 @@
+"""The ledger under its contract, and against damage, strangers and full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import dualform
+from dualform.errors import (
+    CorruptError,
+    FormatVersionError,
+    LedgerError,
+    NotARunError,
+    RunExistsError,
+)
+from dualform.ledger import Block, Ledger, LedgerWriter, RunInfo
+from dualform.ledger.tensors import CODES, TensorFile, write_tensors
+from dualform.testing import LedgerContract
+from dualform.testing.ledgers import block
+
+
+class TestFolder(LedgerContract):
+    """The run folder on a local disk."""
+
+    def create(self, path: Path, initial: dict[str, Tensor]) -> LedgerWriter:
+        return LedgerWriter.create(path, RunInfo(), initial)
+
+    def resume(self, path: Path, step: int) -> LedgerWriter:
+        return LedgerWriter.resume(path, step)
+
+    def read(self, path: Path) -> Ledger:
+        return Ledger(path)
+
+
+shapes = st.lists(st.integers(0, 4), min_size=1, max_size=3)
+
+
+@given(
+    arrays=st.dictionaries(
+        st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size=5),
+        st.tuples(shapes, st.sampled_from(list(CODES)), st.integers(1, 3)),
+        max_size=4,
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_files_are_safetensors(
+    arrays: dict[str, tuple[list[int], torch.dtype, int]],
+) -> None:
+    """Whatever is written in parts, the safetensors package reads as the whole."""
+    parts = {
+        name: [torch.randn(shape).mul(9).to(dtype) for _ in range(count)]
+        for name, (shape, dtype, count) in arrays.items()
+        if name != "__metadata__"
+    }
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "x.safetensors"
+        length, checksum = write_tensors(path, parts)
+        theirs, ours = load_file(path), TensorFile(path)
+        assert path.stat().st_size == length
+        assert ours.checksum() == checksum
+        for name, pieces in parts.items():
+            assert torch.equal(theirs[name], torch.cat(pieces))
+            assert torch.equal(ours.read(name), torch.cat(pieces))
+
+
+def test_files_of_the_safetensors_package_are_read(tmp_path: Path) -> None:
+    arrays = {"a": torch.randn(3, 2), "scalar": torch.tensor(2.5), "n": torch.arange(4)}
+    save_file(arrays, tmp_path / "x.safetensors", metadata={"by": "them"})
+    file = TensorFile(tmp_path / "x.safetensors")
+    assert all(torch.equal(file.read(name), array) for name, array in arrays.items())
+    assert torch.equal(file.read("a", 1, 3), arrays["a"][1:3])
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        (b"\xff" * 16, "its header claims"),
+        (struct.pack("<Q", 4) + b"nope", "not a safetensors file"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 800]}}, "does not lie within"),
+        ({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 8]}}, "does not lie within"),
+        ({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}, r"has shape \(-2,\)"),
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}, "does not lie within"),
+        ({"a": {"dtype": "X99", "shape": [2], "data_offsets": [0, 8]}}, "not a safetensors file"),
+    ],
+)
+def test_a_stranger_s_file_is_validated(
+    header: bytes | dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    if isinstance(header, dict):
+        text = json.dumps(header).encode()
+        header = struct.pack("<Q", len(text)) + text + b"\0" * 8
+    (tmp_path / "x.safetensors").write_bytes(header)
+    with pytest.raises(CorruptError, match=problem):
+        TensorFile(tmp_path / "x.safetensors")
+
+
+def test_a_log_that_names_a_file_elsewhere(tmp_path: Path) -> None:
+    from dualform.ledger.format import seal_line
+
+    LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(1)}).close()
+    (log,) = (tmp_path / "run").glob("writer-*/commits.jsonl")
+    record = {"kind": "rows", "file": "../../secret", "bytes": 1, "crc32": 0, "last": 1}
+    log.write_text(log.read_text() + seal_line(record))
+    with pytest.raises(CorruptError, match="names a file outside the run"):
+        Ledger(tmp_path / "run")
+
+
+@given(cut=st.integers(0, 2000), flip=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_torn_log_keeps_what_came_before(cut: int, flip: bool) -> None:
+    """Wherever the log breaks off or is altered, the whole lines before it still count."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        writer = LedgerWriter.create(path, RunInfo(), {"w": torch.zeros(1)})
+        for step in range(1, 6):
+            writer.append(block(step, step))
+            writer.flush()
+        writer.close()
+        (log,) = path.glob("writer-*/commits.jsonl")
+        data = log.read_bytes()
+        cut %= len(data)
+        log.write_bytes(
+            data[:cut] + bytes([data[cut] ^ 1]) + data[cut + 1 :] if flip else data[:cut]
+        )
+        whole = data[:cut].count(b"\n")
+        ledger = Ledger(path)
+        assert ledger.last_step == max(0, whole - 1)
+        assert len(ledger.column("fc/keys")) == 2 * ledger.last_step
+
+
+@pytest.mark.parametrize(
+    ("put", "message"),
+    [
+        (lambda path: None, "is not a dualform run: there is nothing at that path"),
+        (lambda path: path.mkdir(), "the folder is empty"),
+        (lambda path: path.write_text("hello"), "it is a file, and a run is a folder"),
+        (
+            lambda path: [path.mkdir(), (path / "photo.jpg").touch()],
+            "the folder has no run.json but holds photo.jpg",
+        ),
+    ],
+)
+def test_opening_something_else(put: object, message: str, tmp_path: Path) -> None:
+    put(tmp_path / "x")  # type: ignore[operator]
+    with pytest.raises(NotARunError, match=re.escape(message)):
+        dualform.open(tmp_path / "x")
+
+
+def test_recording_into_something_else(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "photo.jpg").write_text("precious")
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = r"cannot record into .*holds photo.jpg; choose another path"
+    for overwrite in (False, True):
+        recorder = dualform.record(model, optimizer, tmp_path / "x", overwrite=overwrite)
+        with pytest.raises(NotARunError, match=message):
+            recorder.__enter__()
+    assert (tmp_path / "x" / "photo.jpg").read_text() == "precious"
+
+
+def test_recording_over_a_run(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with dualform.record(model, optimizer, tmp_path / "run", overwrite=True) as recorder:
+            recorder.samples(["a", "b", "c"])
+            model(torch.randn(3, 2)).sum().backward()
+            optimizer.step()
+    assert dualform.open(tmp_path / "run").steps == 1
+    with pytest.raises(RunExistsError, match=r"already holds a run of 1 steps; choose another"):
+        dualform.record(model, optimizer, tmp_path / "run").__enter__()
+
+
+def test_a_run_from_a_newer_format(tmp_path: Path) -> None:
+    LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(1)}).close()
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**info, "format": 99}))
+    with pytest.raises(FormatVersionError, match="format 99, and this dualform reads formats up"):
+        dualform.open(tmp_path / "run")
+    (tmp_path / "run" / "run.json").write_text("{]")
+    with pytest.raises(CorruptError, match="is not a run description"):
+        dualform.open(tmp_path / "run")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 2 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.fail(f"a test of full disks needs the right to mount a tmpfs: {made.stderr}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills(small_disk: Path) -> None:
+    """Training stops with a clear error; what was committed is still there and balances."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    path = small_disk / "run"
+    with (  # noqa: PT012
+        pytest.raises(
+            LedgerError, match=r"is full .*The run is readable up to step \d+; make room"
+        ),
+        dualform.record(model, optimizer, path) as recorder,
+    ):
+        for _ in range(400):
+            model(torch.randn(32, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.checkpoint()
+    run = dualform.open(path)
+    assert run.steps > 10
+    assert run.check() == []
+    assert run.audit().remainder <= 1e-6
+    assert not list(path.rglob("*.draft"))
+
+
+def test_permission_lost(tmp_path: Path) -> None:
+    writer = LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(1)})
+    writer.append(block(1, 1))
+    writer.flush()
+    os.rename(writer.folder, tmp_path / "gone")
+    writer.append(block(2, 2))
+    with pytest.raises(LedgerError, match=r"cannot write to .*readable up to step 1"):
+        writer.flush()
+    writer.abandon()
+
+
+def test_blocks_that_do_not_fit_together_become_two_shards(tmp_path: Path) -> None:
+    writer = LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(1)})
+    done: list[int] = []
+    for step, width in ((1, 2), (2, 2), (3, 5)):
+        keys = {"fc/keys": [torch.ones(1, width)]}
+        writer.append(Block(step, step, keys, written=lambda step=step: done.append(step)))
+    assert done == [1, 2]
+    writer.close()
+    assert done == [1, 2, 3]
+    assert [shard.file.entries["fc/keys"].shape for shard in Ledger(tmp_path / "run").shards] == [
+        (2, 2),
+        (1, 5),
+    ]

@@ -1,0 +1,424 @@
+"""What people do in training loops, and that the books still balance."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import dualform
+from dualform.errors import NonFiniteError, RecordingError, SampleIdsError
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.fixture
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def balanced(path: Path, tolerance: float = 1e-6) -> dualform.Audit:
+    audit = dualform.open(path).audit()
+    assert audit.remainder <= tolerance, audit
+    return audit
+
+
+def test_parameter_groups_schedulers_and_rates_by_hand(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    model, (x, y) = mlp(), data
+    groups = [
+        {"params": model[0].parameters(), "lr": 0.2, "momentum": 0.9, "weight_decay": 0.01},
+        {"params": [model[2].weight], "lr": 0.1},
+        {"params": [model[2].bias], "lr": 0.3, "momentum": 0.5},
+    ]
+    optimizer = SGD(groups, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(10):
+            step(model, optimizer, x, y)
+            scheduler.step()
+            if number == 4:
+                optimizer.param_groups[1]["lr"] = 0.07
+                optimizer.param_groups[0]["momentum"] = 0.0
+    assert balanced(tmp_path / "run").coverage == 1.0
+
+
+def test_a_group_added_on_the_way(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(8):
+            step(model, optimizer, x, y)
+            model.zero_grad()
+            if number == 3:
+                optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
+    balanced(tmp_path / "run")
+
+
+def test_frozen_and_thawed(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    model[0].requires_grad_(False)
+    model[2].weight.requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(8):
+            step(model, optimizer, x, y)
+            if number == 3:
+                model[2].weight.requires_grad_(True)
+    lines = {book.name: book for book in balanced(tmp_path / "run").books}
+    assert lines["0.weight"].granularity == "frozen"
+    assert lines["2.weight"].granularity == lines["2.bias"].granularity == "row"
+
+
+def test_a_loss_scale_and_skipped_steps(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    """torch's own scaler on the CPU; two steps overflow and are skipped."""
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    taken = 0
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for number in range(10):
+            loss = F.mse_loss(model(x), y)
+            scaler.scale(loss * (torch.inf if number in (2, 6) else 1)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            taken += number not in (2, 6)
+        assert recorder.step == taken == 8
+    assert balanced(tmp_path / "run").coverage == 1.0
+
+
+def test_a_backward_pass_that_was_thrown_away(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(6):
+            F.mse_loss(model(x[:5]), y[:5]).backward()
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            step(model, optimizer, x, y)
+    audit = balanced(tmp_path / "run")
+    assert audit.coverage == 1.0
+    assert {book.rows for book in audit.books} == {6 * 12}
+
+
+def test_each_layer_clipped_by_itself(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.3, momentum=0.9)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(8):
+            F.mse_loss(model(x), y).backward()
+            for layer in (model[0], model[2]):
+                nn.utils.clip_grad_norm_(layer.parameters(), 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert balanced(tmp_path / "run").coverage == 1.0
+
+
+def test_a_closure(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(6):
+            assert (optimizer.step(closure) if number % 2 else optimizer.step(closure=closure)) > 0
+    assert balanced(tmp_path / "run").coverage == 1.0
+
+
+def test_an_optimizer_with_momentum_from_before(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    """Recording starts in the middle: the momentum brought along has its share."""
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(5):
+        step(model, optimizer, x, y)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(5):
+            step(model, optimizer, x, y)
+    balanced(tmp_path / "run")
+
+
+def test_evaluation_in_between_leaves_no_rows(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(3):
+            model(x)
+            with torch.no_grad():
+                model(x)
+            step(model, optimizer, x[:4], y[:4])
+    assert {book.rows for book in balanced(tmp_path / "run").books} == {12}
+    assert dualform.open(tmp_path / "run").ids == list(range(12))
+
+
+def test_inputs_reused_in_place(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    """A loader that fills the same buffer every time, through numpy behind torch's back."""
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    buffer = torch.empty(4, 6)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(6):
+            part = slice(4 * (number % 3), 4 * (number % 3) + 4)
+            buffer.numpy()[:] = x[part].numpy()
+            step(model, optimizer, buffer, y[part])
+    balanced(tmp_path / "run")
+
+
+def test_sequence_first(tmp_path: Path) -> None:
+    """(time, batch, width): rows still know whose they are."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 2), torch.randn(5, 4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.samples(["a", "b", "c", "d"])
+        model(x).square().mean().backward()
+        optimizer.step()
+    run = dualform.open(tmp_path / "run")
+    balanced(tmp_path / "run")
+    rows = run.spotlight(model, x[:1, :1])["model"].rows(20)
+    by_key = {(row.id, row.position) for row in rows.rows}
+    assert by_key == {(name, position) for name in "abcd" for position in range(5)}
+
+
+class Functional(nn.Module):
+    """Uses a layer's weight behind its back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x) + F.linear(x, self.one.weight))
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv1d(1, 2, 3), nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x[:, None]).flatten(1)) * self.scale
+
+
+@pytest.mark.parametrize(
+    ("make", "reasons"),
+    [
+        (
+            Functional,
+            {
+                "one.weight": "its gradient is not the sum of the rows that were seen",
+                "one.bias": "its gradient is not the sum of the rows that were seen",
+            },
+        ),
+        (
+            Convolution,
+            {
+                "scale": "Convolution has no rule yet",
+                "conv.weight": "Conv1d has no rule yet",
+                "conv.bias": "Conv1d has no rule yet",
+            },
+        ),
+    ],
+)
+def test_what_has_no_rows_is_booked_by_step(
+    make: Callable[[], nn.Module],
+    reasons: dict[str, str],
+    tmp_path: Path,
+    data: tuple[Tensor, Tensor],
+) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = make(), data
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(6):
+            step(model, optimizer, x, y)
+    audit = balanced(tmp_path / "run")
+    assert {b.name: b.reason for b in audit.books if b.granularity == "step"} == reasons
+    by_row = sum(torch.Size(b.shape).numel() for b in audit.books if b.granularity == "row")
+    assert audit.coverage == by_row / sum(p.numel() for p in model.parameters())
+    assert 0 < audit.coverage < 1
+
+
+def test_an_optimizer_without_a_rule_is_booked_by_step(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(6):
+            step(model, optimizer, x, y)
+    audit = balanced(tmp_path / "run")
+    assert audit.coverage == 0.0
+    assert {book.reason for book in audit.books} == {"Adam has no rule yet"}
+
+
+def test_a_gradient_that_stops_being_its_rows(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    """Noise added to gradients from step 5 on: rows until then, steps from then on."""
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for number in range(12):
+            F.mse_loss(model(x), y).backward()
+            if number >= 4:
+                model[0].weight.grad += torch.randn_like(model[0].weight)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.checkpoint()
+    lines = {book.name: book for book in dualform.open(tmp_path / "run").audit().books}
+    assert lines["0.weight"].granularity == "row, then step"
+    assert "not the sum of the rows" in lines["0.weight"].reason
+    assert lines["2.weight"].granularity == "row"
+    assert 1e-6 < lines["0.weight"].remainder < 1  # one step was lost before it was noticed
+    assert lines["2.weight"].remainder <= 1e-6
+
+
+def test_recording_is_bit_identical_and_leaves_the_random_state_alone(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    (x, y), results = data, []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def run(
+            model: nn.Module = model, optimizer: SGD = optimizer
+        ) -> tuple[dict[str, Tensor], Tensor]:
+            for _ in range(5):
+                step(model, optimizer, x, y)
+            return copy.deepcopy(model.state_dict()), torch.rand(3)
+
+        if recorded:
+            with dualform.record(model, optimizer, tmp_path / "run"):
+                results.append(run())
+            assert not model[0]._forward_hooks
+            assert not model._forward_pre_hooks
+            assert not optimizer._optimizer_step_pre_hooks
+        else:
+            results.append(run())
+    (plain, plain_random), (recorded_state, recorded_random) = results
+    assert all(torch.equal(plain[name], recorded_state[name]) for name in plain)
+    assert torch.equal(plain_random, recorded_random)
+
+
+def test_an_exception_in_the_loop_leaves_a_readable_run(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with (  # noqa: PT012
+        pytest.raises(ZeroDivisionError),
+        dualform.record(model, optimizer, tmp_path / "run") as recorder,
+    ):
+        for number in range(6):
+            recorder.samples(range(12))
+            F.mse_loss(model(x), y).backward()
+            1 / (4 - number)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert dualform.open(tmp_path / "run").steps == 4
+    balanced(tmp_path / "run")
+
+
+def test_ids_of_the_wrong_length(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.samples(range(11))
+        message = (
+            r"recorder.samples got 11 ids, but layer '0' sees a batch of shape \(12, 6\); "
+            "give one id for each sample of the batch."
+        )
+        with pytest.raises(SampleIdsError, match=message):
+            step(model, optimizer, x, y)
+
+
+def test_ids_of_two_kinds(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with (  # noqa: PT012
+        pytest.raises(SampleIdsError, match=r"got strings .*but this run's ids are integers"),
+        dualform.record(model, optimizer, tmp_path / "run") as recorder,
+    ):
+        recorder.samples(range(12))
+        step(model, optimizer, x, y)
+        recorder.samples([f"s{i}" for i in range(12)])
+        step(model, optimizer, x, y)
+
+
+def test_ids_forgotten(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.samples(range(12))
+        step(model, optimizer, x, y)
+        with torch.no_grad():
+            model(x)
+        with pytest.raises(RecordingError, match="named the samples of earlier steps, but not of"):
+            step(model, optimizer, x, y)
+
+
+def test_nan_in_the_loss(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with (  # noqa: PT012
+        pytest.raises(NonFiniteError, match=r"is not finite at step 4 \(NaN in the loss\?\)"),
+        dualform.record(model, optimizer, tmp_path / "run"),
+    ):
+        for number in range(20):
+            step(model, optimizer, x * (torch.nan if number == 3 else 1), y)
+    assert dualform.open(tmp_path / "run").steps == 3
+
+
+def test_previews_and_labels(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    images, labels = torch.rand(6, 1, 8, 8), torch.arange(6) % 3
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    dataset = torch.utils.data.TensorDataset(images, labels)
+    with dualform.record(model, optimizer, tmp_path / "run", dataset=dataset) as recorder:
+        recorder.samples(range(6))
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        recorder.describe([5], labels=["renamed"], previews=["a text"])
+    samples = dualform.open(tmp_path / "run").samples
+    assert samples.labels == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: "renamed"}
+    first, last = samples.preview(0), samples.preview(5)
+    assert first is not None
+    assert first.kind == "image"
+    assert first.data.shape == (8, 8)
+    assert (first.data.float() / 255 - images[0, 0]).abs().max() < 0.02
+    assert last is not None
+    assert (last.kind, last.data) == ("text", "a text")
+    assert samples.preview(99) is None
+    with (
+        pytest.raises(SampleIdsError, match="got 2 ids but 3 labels; give one each"),
+        dualform.record(model, optimizer, tmp_path / "other") as recorder,
+    ):
+        recorder.describe([0, 1], labels=[1, 2, 3])
