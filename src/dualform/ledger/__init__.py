@@ -3,7 +3,7 @@
 from dualform.ledger.background import Background
 from dualform.ledger.format import Book, RunInfo, Stream
 from dualform.ledger.reader import Ledger
-from dualform.ledger.samples import Samples, SampleTable
+from dualform.ledger.samples import Preview, Samples, SampleTable
 from dualform.ledger.writer import Block, LedgerWriter
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Book",
     "Ledger",
     "LedgerWriter",
+    "Preview",
     "RunInfo",
     "SampleTable",
     "Samples",

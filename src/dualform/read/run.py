@@ -21,9 +21,9 @@ from dualform.ledger.samples import SampleId, decode_ids
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import Source
-from dualform.read.queries import Outputs, ask, check_model, directions
+from dualform.read.queries import Outputs, ask, check_model
 from dualform.read.shown import Shown, framed
-from dualform.read.spotlight import Reading, Spotlight
+from dualform.read.spotlight import Spotlight
 from dualform.read.timeline import Timeline
 from dualform.read.weights import reconstruct, row_parts
 
@@ -113,11 +113,7 @@ class Run(Shown):
                 each; by default the unit with the largest output.
         """
         check_model(model, self._weights, self._ledger, self.steps)
-        readings = {}
-        for layer, queries in ask(model, x, self._ledger).items():
-            chosen, asked = directions(queries, output)
-            readings[layer] = Reading(layer, queries, chosen, asked, self._source)
-        return Spotlight(readings)
+        return Spotlight(ask(model, x, self._ledger), output, self._source)
 
     def timeline(
         self,

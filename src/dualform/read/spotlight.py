@@ -20,7 +20,7 @@ from dualform.errors import UnknownLayerError
 from dualform.ledger import Book
 from dualform.memory import Memory
 from dualform.read.contributions import Largest, LayerRows, Question, Source
-from dualform.read.queries import LayerQueries
+from dualform.read.queries import LayerQueries, Outputs, directions
 from dualform.read.scores import Array, Check, Groups, Ranked, Ranking, Scores
 from dualform.read.shown import Shown, framed, signed
 from dualform.read.timeline import Timeline, epochs
@@ -30,27 +30,31 @@ from dualform.read.weights import initial_part, step_part
 class Spotlight(Mapping[str, "Reading"], Shown):
     """One reading for each recorded layer, by the layer's name."""
 
-    def __init__(self, readings: dict[str, Reading]) -> None:
-        self._readings = readings
+    def __init__(
+        self, queries: Mapping[str, LayerQueries], output: Outputs, source: Source
+    ) -> None:
+        self._queries, self._output, self._source = queries, output, source
 
     def __getitem__(self, layer: str) -> Reading:
-        if layer not in self._readings:
-            raise unknown_layer(layer, list(self._readings))
-        return self._readings[layer]
+        if layer not in self._queries:
+            raise unknown_layer(layer, list(self._queries))
+        queries = self._queries[layer]
+        chosen, asked = directions(queries, self._output)
+        return Reading(layer, queries, chosen, asked, self._source)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._readings)
+        return iter(self._queries)
 
     def __len__(self) -> int:
-        return len(self._readings)
+        return len(self._queries)
 
     def __rich__(self) -> Group:
         table = Table()
         for name in ("layer", "inputs", "outputs", "queries"):
             table.add_column(name, justify="left" if name == "layer" else "right")
-        for name, reading in self._readings.items():
-            keys, values = reading.queries.inputs.shape[1], reading.queries.outputs.shape[1]
-            table.add_row(Text(name), str(keys), str(values), str(len(reading.queries.names)))
+        for name, queries in self._queries.items():
+            keys, values = queries.inputs.shape[1], queries.outputs.shape[1]
+            table.add_row(Text(name), str(keys), str(values), str(len(queries.names)))
         return framed("layers; read one as in spotlight['name'].top(10)", table)
 
 
