@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from dualform.errors import ModelMismatchError, ReadingError
 from dualform.ledger import Ledger
 from dualform.ledger.format import ROOT
+from dualform.ledger.samples import SampleId
+from dualform.read.scan import row_columns, widen
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
 
@@ -73,6 +75,46 @@ def _queries(calls: list[tuple[Tensor, Tensor]]) -> LayerQueries:
     inputs = torch.cat([given.reshape(-1, given.shape[-1]) for given, _ in calls])
     outputs = torch.cat([output.reshape(-1, output.shape[-1]) for _, output in calls])
     return LayerQueries(names, inputs.cpu(), outputs.cpu())
+
+
+def last_seen(
+    ledger: Ledger,
+    numbers: Tensor,
+    names: Sequence[SampleId],
+    weights: Mapping[str, Tensor],
+    until: int,
+) -> dict[str, LayerQueries]:
+    """What each layer saw of some samples the last time it saw them, and what it would give now."""
+    found = {}
+    for stream in ledger.info.streams:
+        rows = [_latest(ledger, stream.name, int(number), until) for number in numbers]
+        inputs = torch.cat(rows) if rows else torch.zeros(0, stream.keys)
+        labels = [
+            f"{name}[{at}]" if len(keys) > 1 else f"{name}"
+            for name, keys in zip(names, rows, strict=True)
+            for at in range(len(keys))
+        ]
+        books = [book for book in ledger.info.books if stream.name in book.terms]
+        weight = next(book.name for book in books if book.terms[stream.name] == "outer")
+        outputs = inputs.double() @ weights[weight].double().T
+        for book in books:
+            if book.terms[stream.name] == "sum":
+                outputs = outputs + weights[book.name].double()
+        found[stream.name] = LayerQueries(labels, inputs, outputs)
+    return found
+
+
+def _latest(ledger: Ledger, stream: str, number: int, until: int) -> Tensor:
+    """(positions, width): the keys of a sample's last visit."""
+    for shard in reversed(ledger.shards):
+        if f"{stream}/keys" not in shard.file or shard.record["first"] > until:
+            continue
+        steps, samples, _ = row_columns(shard, stream)
+        mine = torch.nonzero((samples == number) & (steps <= until)).flatten()
+        if len(mine):
+            rows = mine[steps[mine] == steps[mine].max()].tolist()
+            return widen(torch.cat([shard.file.read(f"{stream}/keys", r, r + 1) for r in rows]))
+    return torch.zeros(0, next(s.keys for s in ledger.info.streams if s.name == stream))
 
 
 def directions(queries: LayerQueries, output: Outputs) -> tuple[Tensor, list[str]]:

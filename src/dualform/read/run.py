@@ -21,7 +21,7 @@ from dualform.ledger.samples import SampleId, decode_ids
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import Source
-from dualform.read.queries import Outputs, ask, check_model
+from dualform.read.queries import Outputs, ask, check_model, last_seen
 from dualform.read.shown import Shown, framed
 from dualform.read.spotlight import Spotlight
 from dualform.read.timeline import Timeline
@@ -114,6 +114,11 @@ class Run(Shown):
         """
         check_model(model, self._weights, self._ledger, self.steps)
         return Spotlight(ask(model, x, self._ledger), output, self._source)
+
+    def revisit(self, ids: Sequence[SampleId], output: Outputs = None) -> Spotlight:
+        """Like `spotlight`, for training samples as each layer last saw them; needs no model."""
+        found = last_seen(self._ledger, self._numbers(ids), list(ids), self._weights, self.steps)
+        return Spotlight(found, output, self._source)
 
     def timeline(
         self,

@@ -1,0 +1,150 @@
+"""The main job, on data that ships inside scikit-learn: handwritten digits, 8 × 8 pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from dualform.errors import DualformError
+from dualform.explore import Query, write_report
+from dualform.ledger import Preview
+from dualform.read import Reading, Run, open_run
+from dualform.read.shown import signed
+from dualform.record import Recorder, record
+
+TRAIN = 1400
+EPOCHS = 12
+BATCH = 32
+BLOCKS = {(False, False): " ", (True, False): "▀", (False, True): "▄", (True, True): "█"}
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Inputs of 64 numbers from 0 to 1, and what digit each is."""
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index].reshape(8, 8), self.y[index]
+
+
+def load_digits() -> tuple[Digits, Digits]:
+    """1,400 digits to train on and 397 to test.
+
+    >>> train, test = load_digits()
+    >>> len(train), len(test)
+    (1400, 397)
+    """
+    try:
+        from sklearn import datasets
+    except ImportError:
+        raise DualformError(
+            "the demo needs scikit-learn, which is not installed: pip install 'dualform[demo]'."
+        ) from None
+    data = datasets.load_digits()
+    x = torch.tensor(data.data / 16, dtype=torch.float32)
+    y = torch.tensor(data.target)
+    return Digits(x[:TRAIN], y[:TRAIN]), Digits(x[TRAIN:], y[TRAIN:])
+
+
+def make_model() -> nn.Sequential:
+    """The network of the demo: 64-128-10."""
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def batches(count: int, epochs: int) -> Iterator[Tensor]:
+    """Shuffled ids, epoch after epoch."""
+    for _ in range(epochs):
+        yield from torch.split(torch.randperm(count), BATCH)
+
+
+def train(path: Path, epochs: int = EPOCHS, seed: int = 0) -> tuple[nn.Sequential, Digits]:
+    """Trains on the digits, recording every step; returns the model and the test digits."""
+    torch.manual_seed(seed)
+    (digits, test), model = load_digits(), make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    recorder: Recorder
+    with record(model, optimizer, path, dataset=digits, overwrite=True) as recorder:
+        for ids in batches(len(digits), epochs):
+            recorder.samples(ids)
+            F.cross_entropy(model(digits.x[ids]), digits.y[ids]).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, test
+
+
+def choose_queries(model: nn.Module, test: Digits, count: int) -> Tensor:
+    """Test digits worth a look: the mistakes first (at most a third), then one of each kind."""
+    with torch.no_grad():
+        wrong = torch.nonzero(model(test.x).argmax(1) != test.y).flatten()[: count // 3]
+    kinds = [int(torch.nonzero(test.y == digit)[0]) for digit in range(10)]
+    return torch.tensor([*wrong.tolist(), *kinds][:count])
+
+
+def run_demo(folder: Path, console: Console, epochs: int = EPOCHS, count: int = 8) -> Path:
+    """Trains, audits, reads a few test digits, and writes the report; returns its path."""
+    console.print(f"Training a 64-128-10 network on {TRAIN:,} digits, recording every step …")
+    model, test = train(folder, epochs)
+    run = open_run(folder)
+    chosen = choose_queries(model, test, count)
+    with torch.no_grad():
+        right = (model(test.x).argmax(1) == test.y).float().mean()
+    console.print(f"{run.steps} steps; {right:.1%} of {len(test)} test digits are right.\n")
+    console.print(run.audit(), "")
+    reading = run.spotlight(model, test.x[chosen])["2"]
+    for at in range(min(3, len(chosen))):
+        console.print(_picture(run, reading, at, test, int(chosen[at])), "")
+    queries = [
+        Query(f"test digit {number}", int(test.y[number]), _preview(test.x[number]))
+        for number in chosen.tolist()
+    ]
+    return write_report(run, reading, folder.with_suffix(".html"), queries)
+
+
+def _preview(pixels: Tensor) -> Preview:
+    return Preview("image", (pixels.reshape(8, 8) * 255).round().to(torch.uint8))
+
+
+def _picture(run: Run, reading: Reading, at: int, test: Digits, number: int) -> Table:
+    """One query in the terminal: the digit, and the training digits for and against."""
+    unit, total = int(reading.directions[at].argmax()), float(reading.total[at])
+    table = Table.grid(padding=(0, 2))
+    table.add_row("", *(Text(word, style="bold") for word in ("for", "", "", "against")))
+    cells = [
+        _cell(test.x[number].reshape(8, 8), f"a {int(test.y[number])}", f"→ {unit}: {total:.2f}")
+    ]
+    values = reading.samples().values[:, at]
+    order = values.argsort()
+    for sample in [*order[::-1][:3], *order[:3]]:
+        name = run.ids[sample]
+        preview = run.samples.preview(name)
+        assert preview is not None
+        cells.append(
+            _cell(
+                preview.data / 255, f"{run.samples.labels[name]} (#{name})", signed(values[sample])
+            )
+        )
+    table.add_row(*cells)
+    return table
+
+
+def _cell(pixels: Tensor, *captions: str) -> Text:
+    """A digit in half blocks, two rows of pixels a line, with captions below."""
+    ink = (pixels > 0.4).tolist()
+    lines = [
+        "".join(BLOCKS[upper, lower] for upper, lower in zip(*pair, strict=True))
+        for pair in zip(ink[::2], ink[1::2], strict=True)
+    ]
+    return Text("\n".join([*lines, *captions]), no_wrap=True)
