@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -283,7 +285,8 @@ def test_the_largest_rows_are_found(rows: int, queries: int, k: int, chunk: int,
     for start in range(0, rows, chunk):
         part = values[start : start + chunk]
         index = torch.arange(start, start + len(part))
-        largest.add(part, Chunk(part, part, index, index, index))
+        rows = SimpleNamespace(keys=part, samples=index, steps=index, positions=index)
+        largest.add(part, cast(Chunk, rows))
     found = largest.result()
     for query in range(queries):
         mine = found[found[:, 0] == query]

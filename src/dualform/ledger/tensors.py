@@ -1,20 +1,21 @@
 """Safetensors files, written in parts and read in ranges.
 
 The `safetensors` package writes whole arrays and maps whole files. A ledger writes each array in
-the parts it arrived in, with the checksum taken on the way, and reads ranges of rows into a buffer
-it reuses (three times faster than a memory map on cold files). The bytes are plain safetensors.
+the parts it arrived in, takes the checksum while the disk works, and runs through mapped files in
+ranges that are let go behind. The bytes are plain safetensors.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,16 @@ def write_tensors(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> tuple[i
     chunks = [_header(arrays), *(raw(part) for parts in arrays.values() for part in parts)]
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        length, checksum = _write_chunks(descriptor, chunks)
-        os.fsync(descriptor)
+        for chunk in chunks:
+            _write_all(descriptor, chunk)
+        checksum = _sync_and_sum(descriptor, chunks)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)
     sync_folder(path.parent)
-    return length, checksum
+    return sum(map(len, chunks)), checksum
 
 
 def _header(arrays: Mapping[str, Sequence[Tensor]]) -> memoryview:
@@ -97,21 +99,20 @@ def _header(arrays: Mapping[str, Sequence[Tensor]]) -> memoryview:
     return memoryview(struct.pack("<Q", len(text)) + text)
 
 
-def _write_chunks(descriptor: int, chunks: Sequence[memoryview]) -> tuple[int, int]:
-    length = checksum = 0
-    for chunk in chunks:
-        for start in range(0, len(chunk), 4 << 20):  # the checksum finds the piece still in cache
-            piece = chunk[start : start + (4 << 20)]
-            checksum = zlib.crc32(piece, checksum)
-            length += _write_all(descriptor, piece)
-    return length, checksum
+def _write_all(descriptor: int, chunk: memoryview) -> None:
+    while chunk:
+        chunk = chunk[os.write(descriptor, chunk) :]
 
 
-def _write_all(descriptor: int, piece: memoryview) -> int:
-    written = 0
-    while written < len(piece):
-        written += os.write(descriptor, piece[written:])
-    return written
+def _sync_and_sum(descriptor: int, chunks: Sequence[memoryview]) -> int:
+    """Takes the checksum while the disk is busy making the file durable."""
+    checksum = 0
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(os.fsync, descriptor)
+        for chunk in chunks:
+            checksum = zlib.crc32(chunk, checksum)
+        synced.result()
+    return checksum
 
 
 class TensorFile:
@@ -147,22 +148,19 @@ class TensorFile:
         if stop is not None or start:
             shape = ((shape[0] if stop is None else stop) - start, *shape[1:])
         buffer = torch.empty(shape, dtype=entry.dtype)
-        self.fill(name, start, buffer)
+        target = raw(buffer)
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(entry.offset + start * entry.row_bytes)
+            while target:
+                count = file.readinto(target)
+                if not count:
+                    raise CorruptError(f"'{self.path}' ends before its arrays do.")
+                target = target[count:]
         return buffer
 
-    def fill(self, name: str, start: int, out: Tensor) -> None:
-        """Reads rows from `start` into a buffer, which says how many."""
-        with self.path.open("rb", buffering=0) as file:
-            self._fill(file, self.entries[name], start, out)
-
-    def _fill(self, file: FileIO, entry: Entry, start: int, out: Tensor) -> None:
-        target = raw(out)
-        file.seek(entry.offset + start * entry.row_bytes)
-        while target:
-            count = file.readinto(target)
-            if not count:
-                raise CorruptError(f"'{self.path}' ends before its arrays do.")
-            target = target[count:]
+    def mapped(self) -> MappedFile:
+        """The file in memory as it is read, for running through it."""
+        return MappedFile(self)
 
     def checksum(self) -> int:
         """CRC-32 of the whole file."""
@@ -171,6 +169,37 @@ class TensorFile:
             while piece := file.read(4 << 20):
                 checksum = zlib.crc32(piece, checksum)
         return checksum
+
+
+class MappedFile:
+    """A mapped file whose rows are views, read ahead by the system and let go behind."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._entries = file.entries
+        with file.path.open("rb") as opened:  # copy-on-write, so that torch takes it as writable
+            self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        if hasattr(mmap, "MADV_SEQUENTIAL"):  # other systems manage by themselves
+            self._map.madvise(mmap.MADV_SEQUENTIAL)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows of an array, as a view that is valid until they are let go."""
+        entry = self._entries[name]
+        offset, shape = entry.offset + start * entry.row_bytes, (stop - start, *entry.shape[1:])
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=entry.dtype)
+        flat = torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=offset)
+        return flat.view(shape)
+
+    def let_go(self, name: str, start: int, stop: int) -> None:
+        """Frees the memory of rows that were used."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        entry = self._entries[name]
+        first = (entry.offset + start * entry.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = (entry.offset + stop * entry.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _parse(path: Path) -> dict[str, Entry]:

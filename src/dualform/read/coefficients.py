@@ -95,7 +95,7 @@ class Accounting:
     def _history(self, book: Book) -> History:
         column = self._columns[book.name]
         starts = [s for s in self._ledger.starts if s["step"] <= self._until]
-        buffers = {start["step"]: book.name in start["buffers"] for start in starts}
+        buffers = {start["step"]: book.name in start.get("buffers", ()) for start in starts}
         hyper = np.ascontiguousarray(self._hyper[:, column])
         return History(self.states(book), hyper, buffers)
 

@@ -14,7 +14,7 @@ from dualform.errors import ModelMismatchError, ReadingError
 from dualform.ledger import Ledger
 from dualform.ledger.format import ROOT
 from dualform.ledger.samples import SampleId
-from dualform.read.scan import row_columns, widen
+from dualform.read.scan import RowColumns, widen
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
 
@@ -109,7 +109,8 @@ def _latest(ledger: Ledger, stream: str, number: int, until: int) -> Tensor:
     for shard in reversed(ledger.shards):
         if f"{stream}/keys" not in shard.file or shard.record["first"] > until:
             continue
-        steps, samples, _ = row_columns(shard, stream)
+        columns = RowColumns(shard, stream)
+        steps, samples = columns.steps, columns.samples
         mine = torch.nonzero((samples == number) & (steps <= until)).flatten()
         if len(mine):
             rows = mine[steps[mine] == steps[mine].max()].tolist()

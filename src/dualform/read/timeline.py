@@ -90,9 +90,7 @@ def _samples_by_step(ledger: Ledger) -> list[tuple[int, list[int]]]:
     for shard in ledger.shards:
         if "batches" not in shard.file:
             continue
-        first, sizes, samples = (column.tolist() for column in batch_samples(shard))
-        numbers = shard.file.read("batches")[:, 0].tolist()
-        rows = {n: samples[a : a + k] for n, a, k in zip(numbers, first, sizes, strict=True)}
+        rows = batch_samples(shard)
         for stream in ledger.info.streams:
             if f"{stream.name}/segments" in shard.file:
                 for step, batch, _ in shard.file.read(f"{stream.name}/segments").tolist():

@@ -11,6 +11,8 @@ from dualform.record.plan import Account, Plan
 from dualform.record.probe import settle_factors
 from dualform.record.settle import Pages, Settler, Step
 
+PROBED_OUTPUTS = 32
+
 
 class Books:
     """Looks at gradients before a step, and at the parameters kept by step after it."""
@@ -24,7 +26,18 @@ class Books:
         """Accounts whose rows have not been held against a gradient yet."""
         generator = torch.Generator().manual_seed(0)  # its own: the user's stays untouched
         self.vectors = [self._vector(account, generator) for account in plan.accounts]
+        self._turn = 0
+        self.look_elsewhere()
         self._regroup()
+
+    def look_elsewhere(self) -> None:
+        """Probes take a few neighboring outputs of each layer, and others after each parcel."""
+        self._turn += 1
+        self._outputs = []
+        for account in self._plan.accounts:
+            width = self._plan.sources[account.sources[0]].stream.values
+            first = self._turn * PROBED_OUTPUTS % width
+            self._outputs.append(slice(first, first + PROBED_OUTPUTS))
 
     def by_step(self, accounts: set[int]) -> list[int]:
         """Keeps these accounts by step from now on; returns the sources nobody needs any more."""
@@ -46,7 +59,7 @@ class Books:
                 for name, column in self._observed.items()
                 if states[column]
             }
-        return Step(number, probes, hyper, self._groups, states)
+        return Step(number, probes, self._outputs, hyper, self._groups, states)
 
     def changes(self) -> dict[str, Tensor]:
         """What the step did to the parameters that are kept by step."""
@@ -117,8 +130,10 @@ class Books:
                 ]
                 break
         probes = [
-            _probe(gradients, weights, biases, vector)
-            for (weights, biases), vector in zip(self._probed, self.vectors, strict=True)
+            _probe(gradients, weights, biases, vector, outputs)
+            for (weights, biases), vector, outputs in zip(
+                self._probed, self.vectors, self._outputs, strict=True
+            )
         ]
         scale = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale themselves
         if scale is not None:
@@ -127,13 +142,17 @@ class Books:
 
 
 def _probe(
-    gradients: list[Tensor | None], weights: list[int], biases: list[int], vector: Tensor
+    gradients: list[Tensor | None],
+    weights: list[int],
+    biases: list[int],
+    vector: Tensor,
+    outputs: slice,
 ) -> Tensor | None:
-    """`u = Σ G r + Σ g` over the weights and biases of an account that have gradients."""
+    """`u = Σ G r + Σ g` over the weights and biases of an account, at some of the outputs."""
     if len(weights) == len(biases) == 1:  # the usual case in one operation
         weight, bias = gradients[weights[0]], gradients[biases[0]]
         if weight is not None and bias is not None:
-            return torch.addmv(bias, weight, vector)
-    parts = [torch.mv(g, vector) for at in weights if (g := gradients[at]) is not None]
-    parts += [g.clone() for at in biases if (g := gradients[at]) is not None]
+            return torch.addmv(bias[outputs], weight[outputs], vector)
+    parts = [torch.mv(g[outputs], vector) for at in weights if (g := gradients[at]) is not None]
+    parts += [g[outputs].clone() for at in biases if (g := gradients[at]) is not None]
     return torch.stack(parts).sum(0) if parts else None

@@ -206,6 +206,7 @@ class Recorder:
             self._shard_bytes, self._flushed = 0, time.monotonic()
         steps, self._steps, self._change_bytes = self._steps, [], 0
         pages = self._watch.take()
+        self._books.look_elsewhere()
         self._background.put(Parcel(steps, pages, self.step, flush, weights, mark or "flush"))
 
     def _weight_bytes(self) -> int:

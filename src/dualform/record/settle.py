@@ -29,6 +29,8 @@ class Step:
     number: int
     probes: list[Tensor | None]
     """One for each account; None where the step did not touch it by row."""
+    outputs: list[slice]
+    """Which outputs of each account the probes were taken at; the same throughout a parcel."""
     hyper: list[tuple[float, ...]]
     groups: list[int]
     states: list[int]
@@ -82,21 +84,22 @@ class Settler:
             for index, source in enumerate(self._plan.sources)
         }
         return [
-            self._evidence(index, [step.probes[index] for step in steps], states, rows)
-            for index in range(len(self._plan.accounts))
+            self._evidence(index, steps, states, rows) for index in range(len(self._plan.accounts))
         ]
 
     def _evidence(
         self,
         index: int,
-        probes: Sequence[Tensor | None],
+        steps: Sequence[Step],
         states: Tensor,
         rows: dict[int, list[StreamRows]],
     ) -> Evidence:
         account = self._plan.accounts[index]
         sources = {at: self._plan.sources[at] for at in account.sources}
         biased = {at: "sum" in source.parameters.values() for at, source in sources.items()}
-        width = sources[account.sources[0]].stream.values
+        outputs = steps[0].outputs[index]
+        probes = [step.probes[index] for step in steps]
+        width = len(range(sources[account.sources[0]].stream.values)[outputs])
         u = torch.zeros(len(probes), width, dtype=torch.float64)
         if taken := [probe for probe in probes if probe is not None]:
             where = torch.tensor([probe is not None for probe in probes])
@@ -105,7 +108,8 @@ class Settler:
         weights = self._touched(states, [name for name in forms if forms[name] == "outer"])
         biases = self._touched(states, [name for name in forms if forms[name] == "sum"])
         touched = torch.stack([weights, biases], 1)
-        return Evidence({at: rows[at] for at in sources}, biased, self._vectors[index], u, touched)
+        streams = {at: rows[at] for at in sources}
+        return Evidence(streams, biased, self._vectors[index], outputs, u, touched)
 
     def _touched(self, states: Tensor, books: Sequence[str]) -> Tensor:
         """(steps,): whether any of these books was booked by row."""
@@ -173,7 +177,8 @@ class Settler:
         if not kept:
             return {}
         table = torch.tensor([(batch.number, batch.size) for batch in kept])
-        found = {"batches": [table], "samples": [self._ids(batch) for batch in kept]}
+        ids = torch.cat([self._ids(batch) for batch in kept])
+        found = {"batches": [table], "samples": [ids]}
         new = self._samples.take_new()
         return {**found, "ids": [encode_ids(new)]} if new else found
 

@@ -75,7 +75,7 @@ class Pool:
     def take(self, x: Tensor, error: Tensor) -> Page:
         """A page whose slots fit."""
         free = self._free.setdefault(form_of(x, error), deque())
-        return free.popleft() if free else Page(x, error)
+        return free.pop() if free else Page(x, error)  # the one last used: still in cache
 
     def give_back(self, pages: Sequence[Page]) -> None:
         """Takes pages whose rows are written (from the writer's thread, too)."""
