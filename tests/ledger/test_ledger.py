@@ -112,7 +112,8 @@ def test_a_log_that_names_a_file_elsewhere(tmp_path: Path) -> None:
 
     LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(1)}).close()
     (log,) = (tmp_path / "run").glob("writer-*/commits.jsonl")
-    record = {"kind": "rows", "file": "../../secret", "bytes": 1, "crc32": 0, "last": 1}
+    record = {"kind": "rows", "file": "../../secret", "bytes": 1, "crc32": 0}
+    record |= {"first": 1, "last": 1, "notes": []}
     log.write_text(log.read_text() + seal_line(record))
     with pytest.raises(CorruptError, match="names a file outside the run"):
         Ledger(tmp_path / "run")
@@ -136,6 +137,10 @@ def test_a_torn_log_keeps_what_came_before(cut: int, flip: bool) -> None:
             data[:cut] + bytes([data[cut] ^ 1]) + data[cut + 1 :] if flip else data[:cut]
         )
         whole = data[:cut].count(b"\n")
+        if not whole:
+            with pytest.raises(CorruptError, match="has no log that can be read"):
+                Ledger(path)
+            return
         ledger = Ledger(path)
         assert ledger.last_step == max(0, whole - 1)
         assert len(ledger.column("fc/keys")) == 2 * ledger.last_step
@@ -242,6 +247,53 @@ def test_permission_lost(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match=r"cannot write to .*readable up to step 1"):
         writer.flush()
     writer.abandon()
+
+
+def test_steps_that_are_missing_are_noticed(tmp_path: Path) -> None:
+    """The log of the first of two writers breaks off: what the second wrote hangs in the air."""
+    path = tmp_path / "run"
+    writer = LedgerWriter.create(path, RunInfo(), {"w": torch.zeros(1)})
+    for step in (1, 2, 3):
+        writer.append(block(step, step))
+        writer.flush()
+    writer.close()
+    second = LedgerWriter.resume(path, 3)
+    second.append(block(4, 5))
+    second.close()
+    log = writer.folder / "commits.jsonl"
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:3]))
+    ledger = Ledger(path)
+    assert ledger.last_step == 2
+    ((_, problem),) = ledger.check()
+    assert "steps 3 to 3 are missing" in problem
+
+
+def test_a_changed_start_is_noticed(tmp_path: Path) -> None:
+    LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(2)}).close()
+    initial = tmp_path / "run" / "initial.safetensors"
+    initial.write_bytes(initial.read_bytes()[:-1] + b"!")
+    ((_, problem),) = Ledger(tmp_path / "run").check()
+    assert "initial.safetensors' is altered" in problem
+
+
+def test_killed_while_being_made(tmp_path: Path) -> None:
+    """Leftovers of a run that never began are no obstacle; anything else is."""
+    (tmp_path / "run" / "samples").mkdir(parents=True)
+    (tmp_path / "run" / "initial.safetensors").write_text("half")
+    LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(2)}).close()
+    assert Ledger(tmp_path / "run").last_step == 0
+
+
+def test_segments_that_claim_too_much(tmp_path: Path) -> None:
+    from dualform.read.scan import Scan
+
+    writer = LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(2)})
+    arrays = {"fc/keys": [torch.ones(2, 1)], "fc/values": [torch.ones(2, 1)]}
+    arrays |= {"fc/segments": [torch.tensor([[1, 1, 900]])], "batches": [torch.tensor([[1, 2]])]}
+    writer.append(Block(1, 1, arrays))
+    writer.close()
+    with pytest.raises(CorruptError, match="the segments of 'fc' do not fit its rows"):
+        Scan(Ledger(tmp_path / "run"), "fc", 1)
 
 
 def test_blocks_that_do_not_fit_together_become_two_shards(tmp_path: Path) -> None:

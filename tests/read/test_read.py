@@ -249,6 +249,8 @@ def test_questions_a_run_cannot_answer(trained: Trained) -> None:
         run.forget([77])
     with pytest.raises(ReadingError, match="output=9 does not fit 30 queries of a layer with 7"):
         run.spotlight(model, x, output=9)["0"]
+    with pytest.raises(ReadingError, match="timeline by 'week': there are 'step' and 'epoch'"):
+        run.timeline(model, x, by="week")
     with pytest.raises(ReadingError, match="sample 2 has no group"):
         run.spotlight(model, x)["2"].by({0: "a", 1: "b"})
     with pytest.raises(ReadingError, match="samples have a 'label' and no other column"):

@@ -100,7 +100,7 @@ def test_rule_equals_the_optimizer(options: tuple[float, ...]) -> None:
     rule = SGDRule()
     hyper = torch.tensor([rule.hyper(optimizer.param_groups[0])] * 9).double().numpy()
     states = torch.full((9,), BY_ROW, dtype=torch.uint8).numpy()
-    coefficients = rule.coefficients(History(states, hyper, {0: False}))
+    coefficients = rule.coefficients(History(states, hyper, SGDRule.fields, {0: False}))
     sums = torch.einsum("t,tij->ij", torch.from_numpy(coefficients.steps), gradients)
     assert torch.allclose(coefficients.initial * start + sums, weight, rtol=0, atol=1e-6)
 
@@ -110,7 +110,7 @@ def test_constant_momentum_has_its_closed_form() -> None:
     eta, mu, steps = 0.1, 0.9, 20
     hyper = torch.tensor([[eta, mu, 0, 0, 0, 0]] * steps, dtype=torch.float64).numpy()
     states = torch.full((steps,), BY_ROW, dtype=torch.uint8).numpy()
-    found = SGDRule().coefficients(History(states, hyper, {0: False}))
+    found = SGDRule().coefficients(History(states, hyper, SGDRule.fields, {0: False}))
     ages = torch.arange(steps, 0, -1).double()
     expected = -eta * (1 - mu**ages) / (1 - mu)
     assert abs(found.steps - expected.numpy()).max() < 1e-15

@@ -422,3 +422,129 @@ def test_previews_and_labels(tmp_path: Path) -> None:
         dualform.record(model, optimizer, tmp_path / "other") as recorder,
     ):
         recorder.describe([0, 1], labels=[1, 2, 3])
+
+
+def test_autocast_switched_on_the_way(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    """Rows of two precisions in one shard; those of 16 bits as the kernel saw them."""
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(8):
+            with torch.autocast("cpu", torch.bfloat16, enabled=number % 2 == 0):
+                output = model(x)
+            F.mse_loss(output.float(), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert balanced(tmp_path / "run", 1e-2).coverage == 1.0
+
+
+class Buffered(nn.Module):
+    """Has buffers of unusual kinds, a scalar parameter, and a layer called model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(6, 3)
+        self.gain = nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("codes", torch.tensor([1, 2], dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x) * self.gain
+
+
+def test_buffers_scalars_and_a_layer_called_model(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Buffered(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(4):
+            step(model, optimizer, x, y)
+    balanced(tmp_path / "run")
+    run = dualform.open(tmp_path / "run")
+    assert abs(run.spotlight(model, x[:2])["model"].remainder).max() < 1e-5
+    Buffered().load_state_dict(run.state_dict())
+
+
+def test_an_optimizer_that_calls_its_closure_often(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(3):
+            optimizer.step(closure)
+        assert recorder.step == 3
+    balanced(tmp_path / "run")
+
+
+class Decaying(SGD):
+    """Does more than its parent, before and after it."""
+
+    def step(self, closure: None = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.mul_(0.99)
+            super().step()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.add_(0.001)
+
+
+def test_an_optimizer_built_on_another(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = Decaying(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(4):
+            step(model, optimizer, x, y)
+        assert recorder.step == 4
+    audit = balanced(tmp_path / "run")
+    assert {book.reason for book in audit.books} == {"Decaying has no rule yet"}
+
+
+def test_a_bias_the_optimizer_does_not_have(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD([model[0].weight, model[2].weight], lr=0.1, momentum=0.9)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(4):
+            step(model, optimizer, x, y)
+            model.zero_grad()
+    lines = {book.name: book.granularity for book in balanced(tmp_path / "run").books}
+    expected = ["row", "frozen", "row", "frozen"]
+    assert list(lines.values()) == expected
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 40, 300])
+def test_layers_of_any_width_notice_a_gradient_that_is_not_theirs(
+    width: int, tmp_path: Path
+) -> None:
+    """A probe must have enough numbers not to agree by accident."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, width), torch.randn(12, 6)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(3):
+            model(x).square().mean().backward()
+            model.weight.grad += torch.randn_like(model.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+    audit = balanced(tmp_path / "run")
+    assert {book.granularity for book in audit.books} == {"step"}
+
+
+def test_a_run_without_steps(tmp_path: Path) -> None:
+    model = mlp()
+    with dualform.record(model, SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+        pass
+    run = dualform.open(tmp_path / "run")
+    assert (run.steps, run.ids, run.audit().remainder) == (0, [], 0.0)
+    assert "0" in repr(run)

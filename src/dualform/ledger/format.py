@@ -137,8 +137,11 @@ def open_line(line: str) -> dict[str, Any] | None:
     body, mark, checksum = line.rpartition(',"line_crc32":')
     if not mark or checksum != f"{zlib.crc32(body.encode())}}}\n":
         return None
-    record: dict[str, Any] = json.loads(body + "}")
-    return record
+    try:
+        record = json.loads(body + "}")
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def write_durably(path: Path, text: str) -> None:

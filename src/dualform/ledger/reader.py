@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +49,11 @@ class _Writer:
     start: dict[str, Any]
     commits: list[Commit] = field(default_factory=list)
 
+    @property
+    def step(self) -> int:
+        """The step after which it began."""
+        return int(self.start["step"])
+
     def truncate(self, step: int) -> None:
         """Drops what lies beyond the step a later writer resumed from."""
         self.commits = [commit for commit in self.commits if commit.step <= step]
@@ -64,8 +70,11 @@ class Ledger:
         self.info: RunInfo = read_info(path)
         self._writers = _valid_writers(path)
         commits = [commit for writer in self._writers for commit in writer.commits]
-        self.shards = [c for c in commits if c.record["kind"] == "rows"]
-        self._weights = {c.record["step"]: c for c in commits if c.record["kind"] == "weights"}
+        shards = [commit for commit in commits if commit.record["kind"] == "rows"]
+        self.shards = list(itertools.takewhile(_follows(), shards))
+        self._unreachable = shards[len(self.shards) :]
+        kept = [commit for commit in commits if commit.record["kind"] == "weights"]
+        self._weights = {commit.step: commit for commit in kept if commit.step <= self.last_step}
 
     @property
     def last_step(self) -> int:
@@ -123,7 +132,8 @@ class Ledger:
 
     def check(self) -> Iterator[tuple[Path, str]]:
         """Reads every committed byte and yields (file, problem) for each one that is wrong."""
-        for commit in [*self.shards, *self._weights.values()]:
+        initial = Commit(self.path / INITIAL_FILE, self._writers[0].start["initial"])
+        for commit in [initial, *self.shards, *self._weights.values()]:
             try:
                 checksum = commit.file.checksum()
             except CorruptError as error:
@@ -131,17 +141,35 @@ class Ledger:
                 continue
             if checksum != commit.record["crc32"]:
                 yield commit.path, f"'{commit.path}' is altered: its checksum does not match."
+        for commit in self._unreachable[:1]:
+            lost = f"steps {self.last_step + 1} to {commit.record['first'] - 1} are missing"
+            yield commit.path, f"{lost}: what follows them in '{commit.path}' is not used."
+
+
+def _follows() -> Callable[[Commit], bool]:
+    """Whether each shard begins where the one before it ended."""
+    last = 0
+
+    def follows(shard: Commit) -> bool:
+        nonlocal last
+        expected, last = last + 1, shard.step
+        return bool(shard.record["first"] == expected)
+
+    return follows
 
 
 def _valid_writers(path: Path) -> list[_Writer]:
     writers: list[_Writer] = []
-    for folder in sorted(path.glob("writer-*-*")):
+    for folder in sorted(path.glob("writer-[0-9]*-*")):
         writer = _read_log(folder)
         if writer is None:
             continue
+        writers = [earlier for earlier in writers if earlier.step <= writer.step]
         for earlier in writers:
-            earlier.truncate(writer.start["step"])
+            earlier.truncate(writer.step)
         writers.append(writer)
+    if not writers:
+        raise CorruptError(f"'{path}' has no log that can be read; restore it from a copy.")
     return writers
 
 
@@ -156,10 +184,21 @@ def _read_log(folder: Path) -> _Writer | None:
             record = open_line(line)
             if record is None:
                 break
-            if writer is None:
-                writer = _Writer(folder, record)
-            else:
-                writer.commits.append(Commit(_inside(folder, record["file"]), record))
+            try:
+                writer = _take(writer, folder, record)
+            except (KeyError, TypeError, ValueError) as error:
+                raise CorruptError(f"'{path}' has a senseless record: {error!r}.") from error
+    return writer
+
+
+def _take(writer: _Writer | None, folder: Path, record: dict[str, Any]) -> _Writer:
+    """Adds a record to its writer, after a look at the fields that everything relies on."""
+    if writer is None:
+        return _Writer(folder, {**record, "step": int(record["step"])})
+    numbers = ("bytes", "crc32", *(("first", "last") if record["kind"] == "rows" else ("step",)))
+    if not all(isinstance(record[name], int) for name in numbers):
+        raise ValueError(f"one of {numbers} is not a number")
+    writer.commits.append(Commit(_inside(folder, record["file"]), record))
     return writer
 
 

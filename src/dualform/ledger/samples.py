@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dualform.errors import SampleIdsError
+from dualform.errors import CorruptError, SampleIdsError
 from dualform.ledger.format import SAMPLES_FOLDER, write_durably
 from dualform.ledger.reader import Ledger
 from dualform.ledger.tensors import TensorFile, write_tensors
@@ -29,21 +29,19 @@ class SampleTable:
     ([0, 1, 0], ['cat', 'dog'])
     """
 
-    def __init__(self, known: Iterable[str] = ()) -> None:
+    def __init__(self, known: Iterable[str] = (), kind: type | None = None) -> None:
         self._numbers = {name: number for number, name in enumerate(known)}
         self._new: list[str] = []
-        self._kind: type | None = str if self._numbers else None
+        self._kind = kind
 
     def numbers(self, ids: Tensor | Sequence[SampleId]) -> Tensor:
         """The ids as int64."""
-        if isinstance(ids, Tensor):
-            self._be(int, ids)
-            return ids.to("cpu", torch.int64)
-        if all(isinstance(name, str) for name in ids):
+        if not isinstance(ids, Tensor) and all(isinstance(name, str) for name in ids):
             self._be(str, ids)
             return torch.tensor([self._number(str(name)) for name in ids], dtype=torch.int64)
         self._be(int, ids)
-        return torch.tensor([int(number) for number in ids], dtype=torch.int64)
+        numbers = ids if isinstance(ids, Tensor) else torch.tensor([plain(i) for i in ids])
+        return numbers.to("cpu", torch.int64)
 
     def take_new(self) -> list[str]:
         """The strings met since the last call."""
@@ -104,18 +102,22 @@ class Samples:
         return Preview(kind, data) if kind else None
 
     def _read(self, page: Path) -> None:
-        description = json.loads(page.read_text(encoding="utf-8"))
-        ids, kind = description["ids"], description["kind"]
-        self.labels.update(zip(ids, description["labels"], strict=False))
-        if kind == "text":
-            previews: Any = description["texts"]
-        elif kind:
-            previews = TensorFile(page.with_suffix(".safetensors")).read("previews")
-        else:
-            return
-        self._previews.update(
-            (name, (kind, data)) for name, data in zip(ids, previews, strict=True)
-        )
+        try:
+            description = json.loads(page.read_text(encoding="utf-8"))
+            ids, kind = description["ids"], description["kind"]
+            self.labels.update(zip(ids, description["labels"], strict=False))
+            for name, data in zip(ids, _previews(page, description), strict=False):
+                self._previews[name] = (kind, data)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptError(f"'{page}' does not describe samples: {error!r}.") from error
+
+
+def _previews(page: Path, description: dict[str, Any]) -> Any:
+    if description["kind"] == "text":
+        return description["texts"]
+    if description["kind"]:
+        return TensorFile(page.with_suffix(".safetensors")).read("previews")
+    return []
 
 
 def describe_samples(
@@ -131,8 +133,8 @@ def describe_samples(
                 f"recorder.describe got {len(ids)} ids but {len(given)} {what}; give one each."
             )
     folder = path / SAMPLES_FOLDER
-    number = len(list(folder.glob("*.json"))) + 1
-    page = folder / f"{number:04d}.json"
+    taken = [int(entry.stem) for entry in folder.iterdir() if entry.stem.isdecimal()]
+    page = folder / f"{max(taken, default=0) + 1:04d}.json"
     description: dict[str, Any] = {"ids": _plain(ids), "labels": _plain(labels), "kind": ""}
     if isinstance(previews, Tensor):
         description["kind"], array = _shrink(previews)
@@ -142,11 +144,29 @@ def describe_samples(
     write_durably(page, json.dumps(description))
 
 
+def check_ids(ids: Tensor | Sequence[Any]) -> None:
+    """Ids are integers or strings; anything else is refused before it is lost in rounding."""
+    if isinstance(ids, Tensor):
+        fine = not ids.is_floating_point() and ids.ndim == 1
+    else:
+        kinds = {type(plain(name)) for name in ids}
+        fine = kinds <= {int} or kinds <= {str}
+    if not fine:
+        raise SampleIdsError(
+            f"recorder.samples got {list(ids[:3])}; ids are integers or strings, all of one kind, "
+            "in one flat list or tensor."
+        )
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy or torch as Python's own."""
+    return value.item() if hasattr(value, "item") else value
+
+
 def _plain(values: Sequence[Any] | Tensor | None) -> list[Any]:
     if values is None:
         return []
-    listed = values.tolist() if hasattr(values, "tolist") else list(values)
-    return [value.item() if hasattr(value, "item") else value for value in listed]
+    return [plain(v) for v in (values.tolist() if hasattr(values, "tolist") else values)]
 
 
 def _shrink(previews: Tensor) -> tuple[str, Tensor]:

@@ -33,7 +33,14 @@ DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
+    "I8": torch.int8,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000

@@ -82,14 +82,16 @@ class LedgerWriter:
         _make_folder(path, overwrite)
         lock = _lock(path)
         try:
-            if overwrite:
-                _remove_run(path)
-            elif (path / RUN_FILE).exists():
+            if not overwrite and (path / RUN_FILE).exists():
                 raise _exists(path)
+            _remove_run(path)
             (path / SAMPLES_FOLDER).mkdir(exist_ok=True)
-            write_tensors(path / INITIAL_FILE, {name: [w] for name, w in initial.items()})
+            arrays = {name: [weight.cpu()] for name, weight in initial.items()}
+            length, checksum = write_tensors(path / INITIAL_FILE, arrays)
+            vouched = {"bytes": length, "crc32": checksum}
+            writer = cls(path, lock, 1, {"step": 0, "initial": vouched, **(start or {})})
             write_durably(path / RUN_FILE, info.to_json())
-            return cls(path, lock, 1, {"step": 0, **(start or {})})
+            return writer
         except BaseException:
             lock.release()
             raise
@@ -100,7 +102,8 @@ class LedgerWriter:
         read_info(path)
         lock = _lock(path)
         try:
-            numbers = [int(folder.name.split("-")[1]) for folder in path.glob("writer-*-*")]
+            folders = path.glob("writer-[0-9]*-*")
+            numbers = [int(folder.name.split("-")[1]) for folder in folders]
             return cls(path, lock, max(numbers, default=0) + 1, {"step": step, **(start or {})})
         except BaseException:
             lock.release()
@@ -199,9 +202,15 @@ def _make_folder(path: Path, overwrite: bool) -> None:
     if path.is_dir() and (path / RUN_FILE).exists():
         if not overwrite:
             raise _exists(path)
-    elif path.is_dir() and any(entry.name != LOCK_FILE for entry in path.iterdir()):
+    elif path.is_dir() and not all(_is_ours(entry) for entry in path.iterdir()):
         raise NotARunError(f"cannot record into '{path}': {describe(path)}; choose another path.")
     path.mkdir(parents=True, exist_ok=True)
+
+
+def _is_ours(entry: Path) -> bool:
+    """Whether a run that was killed while it was being made may have left this behind."""
+    names = {LOCK_FILE, INITIAL_FILE, SAMPLES_FOLDER, RUN_FILE + ".draft"}
+    return entry.name in names or entry.match("writer-[0-9]*-*")
 
 
 def _exists(path: Path) -> RunExistsError:
@@ -225,7 +234,7 @@ def _lock(path: Path) -> FileLock:
 
 def _remove_run(path: Path) -> None:
     """Removes the files of a run, and nothing else that may lie in its folder."""
-    for folder in [*path.glob("writer-*-*"), path / SAMPLES_FOLDER]:
+    for folder in [*path.glob("writer-[0-9]*-*"), path / SAMPLES_FOLDER]:
         shutil.rmtree(folder, ignore_errors=True)
     for name in (INITIAL_FILE, RUN_FILE):
         (path / name).unlink(missing_ok=True)

@@ -40,7 +40,9 @@ class Accounting:
     @cached_property
     def _factors(self) -> NDArray[np.float64]:
         """(T, accounts)."""
-        return self._ledger.column("factors").numpy()[: self._until]
+        empty = torch.zeros(0, len(self._ledger.info.accounts), dtype=torch.float64)
+        parts = [shard.file.read("factors") for shard in self._ledger.shards]
+        return torch.cat([empty, *parts]).numpy()[: self._until]
 
     @cached_property
     def _hyper(self) -> NDArray[np.float64]:
@@ -49,7 +51,7 @@ class Accounting:
             _by_book(shard.file.read("hyper"), shard.file.read("groups").long())
             for shard in self._ledger.shards
         ]
-        fields = len(self._rule.fields)
+        fields = len(self._ledger.info.fields)
         empty = torch.zeros(0, len(self._columns), fields, dtype=torch.float64)
         return torch.cat([empty, *parts]).numpy()[: self._until]
 
@@ -97,7 +99,7 @@ class Accounting:
         starts = [s for s in self._ledger.starts if s["step"] <= self._until]
         buffers = {start["step"]: book.name in start.get("buffers", ()) for start in starts}
         hyper = np.ascontiguousarray(self._hyper[:, column])
-        return History(self.states(book), hyper, buffers)
+        return History(self.states(book), hyper, self._ledger.info.fields, buffers)
 
 
 def _by_book(hyper: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from dualform.errors import ModelMismatchError, ReadingError
 from dualform.ledger import Ledger
-from dualform.ledger.format import ROOT
 from dualform.ledger.samples import SampleId
 from dualform.read.scan import RowColumns, widen
 
@@ -34,8 +33,9 @@ def ask(model: nn.Module, x: Any, ledger: Ledger) -> dict[str, LayerQueries]:
     """Runs the model on `x` and keeps what each recorded layer saw and gave."""
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
     handles = []
+    modules = dict(model.named_modules())
     for stream in ledger.info.streams:
-        module = model if stream.name == ROOT else model.get_submodule(stream.name)
+        module = modules.get(stream.name, model)  # a model that is one layer has another name
 
         def keep(
             module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = stream.name

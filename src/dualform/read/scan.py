@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 from torch import Tensor
 
+from dualform.errors import CorruptError
 from dualform.ledger import Ledger
 from dualform.ledger.reader import Commit
 
@@ -31,6 +32,8 @@ class RowColumns:
         self._segments = shard.file.read(f"{stream}/segments")
         at = order[torch.searchsorted(batches, self._segments[:, 1].contiguous())]
         self._begins, self._counts = begins[at], sizes[at] * self._segments[:, 2]
+        if int(self._counts.sum()) != shard.file.rows(f"{stream}/keys"):
+            raise CorruptError(f"'{shard.path}': the segments of '{stream}' do not fit its rows.")
 
     def count(self, until: int) -> int:
         """How many rows belong to steps up to `until`; they come first."""

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from dualform.errors import UnknownLayerError
+from dualform.errors import ReadingError, UnknownLayerError
 from dualform.ledger import Book
 from dualform.memory import Memory
 from dualform.read.contributions import Largest, LayerRows, Question, Source
@@ -90,6 +90,8 @@ class Reading(Shown):
         """Contributions summed by "step" or by "epoch"."""
         steps = self._sums[1][1:]
         numbers = np.arange(1, len(steps) + 1)
+        if by not in ("step", "epoch"):
+            raise ReadingError(f"timeline by {by!r}: there are 'step' and 'epoch'.")
         if by == "epoch":
             numbers = epochs(self.source.ledger, self.source.until)[1:]
         sums = np.zeros((int(numbers.max(initial=0)), steps.shape[1]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,7 +13,10 @@ from dualform.record.plan import Account, Plan
 from dualform.record.probe import settle_factors
 from dualform.record.settle import Pages, Settler, Step
 
-PROBED_OUTPUTS = 32
+PROBED_OUTPUTS = 128
+"""Wider layers are probed at so many neighboring outputs, others after each parcel."""
+PROBE_NUMBERS = 32
+"""A probe of fewer numbers could agree by accident: narrow layers get several vectors."""
 
 
 class Books:
@@ -31,12 +36,12 @@ class Books:
         self._regroup()
 
     def look_elsewhere(self) -> None:
-        """Probes take a few neighboring outputs of each layer, and others after each parcel."""
+        """Moves the probes of wide layers to other outputs."""
         self._turn += 1
         self._outputs = []
         for account in self._plan.accounts:
             width = self._plan.sources[account.sources[0]].stream.values
-            first = self._turn * PROBED_OUTPUTS % width
+            first = min(self._turn * PROBED_OUTPUTS % width, max(0, width - PROBED_OUTPUTS))
             self._outputs.append(slice(first, first + PROBED_OUTPUTS))
 
     def by_step(self, accounts: set[int]) -> list[int]:
@@ -46,6 +51,14 @@ class Books:
         self._arrange()
         return [source for index in accounts for source in self._plan.accounts[index].sources]
 
+    def hold(self) -> None:
+        """Keeps the parameters that are booked by step as they are before the step."""
+        self._before = {
+            name: self._plan.parameters[name].detach().clone()
+            for name, column in self._observed.items()
+            if self._states[column]
+        }
+
     def observe(self, number: int) -> Step:
         """What the optimizer is about to do, before it does it."""
         groups = self._optimizer.param_groups
@@ -53,21 +66,16 @@ class Books:
             self._regroup()
         hyper = [self._rule.hyper(group) for group in groups]
         states, probes = self._states_and_probes()
-        if self._observed:
-            self._before = {
-                name: self._plan.parameters[name].detach().clone()
-                for name, column in self._observed.items()
-                if states[column]
-            }
         return Step(number, probes, self._outputs, hyper, self._groups, states)
 
-    def changes(self) -> dict[str, Tensor]:
+    def changes(self, states: Sequence[int]) -> dict[str, Tensor]:
         """What the step did to the parameters that are kept by step."""
-        if not self._before:
-            return {}
-        before, self._before = self._before, {}
         now = self._plan.parameters
-        return {name: now[name].detach() - old for name, old in before.items()}
+        return {
+            name: now[name].detach() - before
+            for name, before in self._before.items()
+            if states[self._observed[name]]
+        }
 
     def verify(self, settler: Settler, step: Step, pages: Pages) -> set[int]:
         """Holds accounts that are new against their gradient; returns those that fail."""
@@ -80,10 +88,12 @@ class Books:
         return {index for index in seen if not agreed[0, index]}
 
     def _vector(self, account: Account, generator: torch.Generator) -> Tensor:
-        source = self._plan.sources[account.sources[0]]
+        """(inputs, vectors): what the gradients of an account are multiplied with."""
+        stream = self._plan.sources[account.sources[0]].stream
         parameter = self._plan.parameters[account.books[0]]
-        vector = torch.randn(source.stream.keys, generator=generator)
-        return vector.to(parameter.device, parameter.dtype)
+        count = min(stream.keys, -(-PROBE_NUMBERS // stream.values))
+        vectors = torch.randn(stream.keys, count, generator=generator)
+        return vectors.to(parameter.device, parameter.dtype)
 
     def _arrange(self) -> None:
         """Sorts the books by how they are kept now."""
@@ -121,8 +131,8 @@ class Books:
         skipped = getattr(self._optimizer, "found_inf", None)  # a scaler's word to fused optimizers
         if skipped is not None and bool(skipped):
             return [UNTOUCHED] * len(self._states), [None] * len(self._probed)
-        gradients = [parameter.grad for parameter in self._parameters]
         states = self._states
+        gradients = [p.grad if s else None for p, s in zip(self._parameters, states, strict=True)]
         for at, gradient in enumerate(gradients):
             if gradient is None and states[at] != UNTOUCHED:
                 states = [
@@ -145,14 +155,15 @@ def _probe(
     gradients: list[Tensor | None],
     weights: list[int],
     biases: list[int],
-    vector: Tensor,
+    vectors: Tensor,
     outputs: slice,
 ) -> Tensor | None:
     """`u = Σ G r + Σ g` over the weights and biases of an account, at some of the outputs."""
     if len(weights) == len(biases) == 1:  # the usual case in one operation
         weight, bias = gradients[weights[0]], gradients[biases[0]]
         if weight is not None and bias is not None:
-            return torch.addmv(bias[outputs], weight[outputs], vector)
-    parts = [torch.mv(g[outputs], vector) for at in weights if (g := gradients[at]) is not None]
-    parts += [g[outputs].clone() for at in biases if (g := gradients[at]) is not None]
+            return torch.addmm(bias[outputs, None], weight[outputs], vectors)
+    parts = [g[outputs] @ vectors for at in weights if (g := gradients[at]) is not None]
+    found = [g[outputs, None] for at in biases if (g := gradients[at]) is not None]
+    parts += [bias.repeat(1, vectors.shape[1]) for bias in found]
     return torch.stack(parts).sum(0) if parts else None

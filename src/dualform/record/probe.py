@@ -2,9 +2,10 @@
 
 Training changes gradients on their way to the optimizer: a loss scale is divided out, clipping
 shrinks them, a discarded backward pass never counts. None of it is assumed; it is measured. At each
-step the recorder takes `u = G r` of the gradient the optimizer is about to use (r fixed, random).
-The rows give the same probe, `w = Σ error (x·r)`, and `u = κ w` must hold for one number κ, the
-step's *factor*. Where it does not, the rows do not explain the gradient.
+step the recorder takes `u = G r` of the gradient the optimizer is about to use (r fixed, random,
+several of them for narrow layers). The rows give the same probe, `w = Σ error (x·r)`, and `u = κ w`
+must hold for one number κ, the step's *factor*. Where it does not, the rows do not explain the
+gradient.
 """
 
 from __future__ import annotations
@@ -91,11 +92,12 @@ class Evidence:
 
     streams: dict[int, list[StreamRows]]
     biased: dict[int, bool]
-    vector: Tensor
+    vectors: Tensor
+    """(inputs, vectors): what the gradients were multiplied with."""
     outputs: slice
     """Where the probes were taken."""
     u: Tensor
-    """(steps, probed outputs): the probe of the gradient that was used."""
+    """(steps, numbers): the probe of the gradient that was used, flat."""
     touched: Tensor
     """(steps, 2): how many weights and biases of the account the step changed."""
 
@@ -111,17 +113,18 @@ class Evidence:
 
     @cached_property
     def sums(self) -> tuple[Tensor, Tensor]:
-        """The rows' probe of each step (steps, outputs), and a bound of its terms (steps,).
+        """The rows' probe of each step (steps, numbers), and the size of its terms (steps,).
 
-        The bound takes `|x·r|` for `‖x‖`, which it is on average, to spare a pass over the keys.
+        The size takes `|x·r|` for `‖x‖`, which it is on average, to spare a pass over the keys.
         """
         w, size = torch.zeros_like(self.u), torch.zeros(len(self.u), dtype=torch.float64)
         for index, rows in self.pieces:
             at = rows.at.to(rows.keys.device)
             keys, values, weight, bias = self._parts(index, rows, at)
-            inner = (keys @ self.vector.to(keys.dtype)) * weight + bias
-            w += _sum_by(at, values * inner[:, None], len(w))
-            size += _sum_by(at, inner.abs() * torch.linalg.vector_norm(values, dim=1), len(w))
+            inner = (keys @ self.vectors.to(keys)) * weight[:, None] + bias[:, None]
+            w += _sum_by(at, (values[:, :, None] * inner[:, None, :]).flatten(1), len(w))
+            reach = torch.linalg.vector_norm(inner, dim=1)
+            size += _sum_by(at, reach * torch.linalg.vector_norm(values, dim=1), len(w))
         return w, size
 
     @cached_property

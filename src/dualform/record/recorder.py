@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -72,7 +73,7 @@ class Recorder:
         rule = rule_for(optimizer)
         plan = make_plan(model, optimizer, rule)
         if self._resume:
-            opened = resume_run(self.path, model, optimizer, plan)
+            opened = resume_run(self.path, model, optimizer, plan, rule)
         else:
             opened = start_run(self.path, model, optimizer, plan, rule, self._overwrite)
         self._writer, self.step = opened.writer, opened.writer.committed
@@ -86,6 +87,9 @@ class Recorder:
         if self._dataset is not None:
             describe_dataset(self.path, self._dataset)
         self._watch = Watch(model, plan.sources, self.step + 1)
+        self._keep_by_step(
+            {at for at, a in enumerate(plan.accounts) if opened.by_step.intersection(a.books)}
+        )
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -143,6 +147,9 @@ class Recorder:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if _nested(optimizer):
+            return None
+        self._books.hold()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimizer
         if closure is None:
             self._observe()
@@ -169,6 +176,7 @@ class Recorder:
         if self._books.unverified and (failed := self._verify(step)):
             notes = [note for at in failed for note in self._settler.notes_of(at, step.number)]
             self._keep_by_step(failed)
+            self._books.hold()
             step = self._books.observe(self.step + 1)
             step.notes = notes
         self._current = step
@@ -181,10 +189,10 @@ class Recorder:
         self._settler.failed -= accounts
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        step, self._current = self._current, None
-        if step is None:
+        if self._current is None or _nested(optimizer):
             return
-        step.changes = self._books.changes()
+        step, self._current = self._current, None
+        step.changes = self._books.changes(step.states)
         self.step = step.number
         self._watch.end_step()
         self._steps.append(step)
@@ -231,6 +239,18 @@ class Recorder:
     def _give_back(self, pages: Pages) -> None:
         for group in pages.values():
             self._watch.pool.give_back(group)
+
+
+def _nested(optimizer: Optimizer) -> bool:
+    """Whether a step is running inside another: a subclass that calls `super().step()`."""
+    if type(optimizer).__mro__[1] is Optimizer:
+        return False
+    frame, running = inspect.currentframe(), 0
+    while frame is not None:
+        is_step = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_locals
+        running += is_step and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return running > 1
 
 
 def record(

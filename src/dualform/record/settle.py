@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -99,17 +100,18 @@ class Settler:
         biased = {at: "sum" in source.parameters.values() for at, source in sources.items()}
         outputs = steps[0].outputs[index]
         probes = [step.probes[index] for step in steps]
+        vectors = self._vectors[index]
         width = len(range(sources[account.sources[0]].stream.values)[outputs])
-        u = torch.zeros(len(probes), width, dtype=torch.float64)
+        u = torch.zeros(len(probes), width * vectors.shape[1], dtype=torch.float64)
         if taken := [probe for probe in probes if probe is not None]:
             where = torch.tensor([probe is not None for probe in probes])
-            u[where] = torch.stack(taken).to("cpu", torch.float64)
+            u[where] = torch.stack(taken).flatten(1).to("cpu", torch.float64)
         forms = {name: form for s in sources.values() for name, form in s.parameters.items()}
         weights = self._touched(states, [name for name in forms if forms[name] == "outer"])
         biases = self._touched(states, [name for name in forms if forms[name] == "sum"])
         touched = torch.stack([weights, biases], 1)
         streams = {at: rows[at] for at in sources}
-        return Evidence(streams, biased, self._vectors[index], outputs, u, touched)
+        return Evidence(streams, biased, vectors, outputs, u, touched)
 
     def _touched(self, states: Tensor, books: Sequence[str]) -> Tensor:
         """(steps,): whether any of these books was booked by row."""
@@ -163,7 +165,7 @@ class Settler:
                     arrays.setdefault(f"{name}/keys", []).append(to_host(rows.keys))
                     arrays.setdefault(f"{name}/values", []).append(to_host(rows.values))
                     arrays.setdefault(f"{name}/segments", []).append(rows.segments + offset)
-        return arrays
+        return {name: _one_dtype(parts) for name, parts in arrays.items()}
 
     def _sample_arrays(
         self, pages: Pages, arrays: dict[str, list[Tensor]]
@@ -186,7 +188,13 @@ class Settler:
         if batch.ids is not None:
             return self._samples.numbers(batch.ids)
         first, self._numbered = self._numbered, self._numbered + batch.size
-        return torch.arange(first, self._numbered)
+        return self._samples.numbers(torch.arange(first, self._numbered))
+
+
+def _one_dtype(parts: list[Tensor]) -> list[Tensor]:
+    """Parts of one array share a dtype; autocast may have been switched between them."""
+    widest = functools.reduce(torch.promote_types, [part.dtype for part in parts])
+    return [part.to(widest) for part in parts]
 
 
 def _step_arrays(steps: Sequence[Step], factors: Tensor) -> dict[str, list[Tensor]]:

@@ -29,6 +29,8 @@ class Opened:
     writer: LedgerWriter
     samples: SampleTable
     numbered: int = 0
+    by_step: frozenset[str] = frozenset()
+    """Books that were already kept by step."""
 
 
 def start_run(
@@ -50,16 +52,21 @@ def start_run(
     return Opened(writer, SampleTable())
 
 
-def resume_run(path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan) -> Opened:
+def resume_run(
+    path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule
+) -> Opened:
     """Goes on from the kept step whose weights the model has; later steps no longer count."""
     ledger = Ledger(path)
-    _check_books(ledger, plan)
+    _check_same(ledger, plan, rule)
     step = _matching_step(ledger, snapshot(model))
     writer = LedgerWriter.resume(path, step, {"buffers": sorted(momenta(optimizer, plan))})
     ledger = Ledger(path)  # as it reads now, without what was written beyond that step
     batches = ledger.column("batches")
     numbered = int(batches[:, 1].sum()) if len(batches) else 0
-    return Opened(writer, SampleTable(decode_ids(ledger) or ()), numbered)
+    strings = decode_ids(ledger)
+    kind = (int if strings is None else str) if len(batches) else None
+    by_step = frozenset(note["book"] for note in ledger.notes)
+    return Opened(writer, SampleTable(strings or (), kind), numbered, by_step)
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -92,7 +99,12 @@ def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
     )
 
 
-def _check_books(ledger: Ledger, plan: Plan) -> None:
+def _check_same(ledger: Ledger, plan: Plan, rule: Rule) -> None:
+    if ledger.info.rule != rule.name:
+        raise ModelMismatchError(
+            f"cannot go on with '{ledger.path}': it was recorded by the rule '{ledger.info.rule}', "
+            f"and this optimizer has the rule '{rule.name}'."
+        )
     recorded = {book.name: book.shape for book in ledger.info.books}
     given = {book.name: book.shape for book in plan.books}
     for name in [*recorded, *given]:

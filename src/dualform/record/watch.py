@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
-from dualform.ledger.samples import SampleId
+from dualform.ledger.samples import SampleId, check_ids
 from dualform.record.plan import Source
 from dualform.record.tape import Batch, Page, Pool, Tape
 
@@ -36,8 +36,11 @@ class Watch:
 
     def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
         """Names the samples of the next forward pass."""
+        ids = ids.clone() if isinstance(ids, Tensor) else list(ids)
+        if not self._named:
+            check_ids(ids)
         self._named = True
-        self._new_batch(ids.clone() if isinstance(ids, Tensor) else list(ids))
+        self._new_batch(ids)
 
     def end_step(self) -> None:
         """The optimizer has stepped; what comes belongs to the next step."""

@@ -2,6 +2,7 @@
 
 from torch.optim import Optimizer
 
+from dualform.errors import FormatVersionError
 from dualform.record.optimizers.observed import ObservedRule
 from dualform.record.optimizers.rule import (
     BY_ROW,
@@ -29,7 +30,13 @@ def rule_for(optimizer: Optimizer) -> Rule:
 
 def rule_named(name: str) -> Rule:
     """The rule a run says it was recorded with."""
-    return next(rule for rule in RULES if rule.name == name)
+    known = {rule.name: rule for rule in RULES}
+    if name not in known:
+        raise FormatVersionError(
+            f"the run was recorded with the rule '{name}', and this dualform knows "
+            f"{', '.join(known)}; update with `pip install -U dualform`."
+        )
+    return known[name]
 
 
 __all__ = [

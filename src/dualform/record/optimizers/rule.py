@@ -22,7 +22,9 @@ class History:
     states: NDArray[np.uint8]
     """(T,): UNTOUCHED, BY_ROW or OBSERVED."""
     hyper: NDArray[np.float64]
-    """(T, fields): the hyper-parameters of the book's group, in the order of the rule's fields."""
+    """(T, fields): the hyper-parameters of the book's group."""
+    fields: tuple[str, ...]
+    """What they are called; a field that the run does not know is 0."""
     buffers: Mapping[int, bool]
     """Before which steps a recorder started, and whether the optimizer then had a buffer."""
 
@@ -91,15 +93,16 @@ class Rule(ABC):
             buffered = history.buffers.get(t, buffered)
             key = (state, buffered, *values)
             if key not in known:
-                known[key] = self._one(int(state), values, buffered)
+                named = dict(zip(history.fields, map(float, values), strict=True))
+                known[key] = self._one(int(state), named, buffered)
             transition, buffered = known[key]
             transitions.append(transition)
         return transitions
 
     def _one(
-        self, state: int, values: NDArray[np.float64], buffered: bool
+        self, state: int, known: Mapping[str, float], buffered: bool
     ) -> tuple[Transition, bool]:
         if state != BY_ROW:
             return (SEEN if state == OBSERVED else STILL), buffered
-        hyper = dict(zip(self.fields, map(float, values), strict=True))
+        hyper = {name: known.get(name, 0.0) for name in self.fields}
         return self.transition(hyper, buffered), buffered or self.makes_buffer(hyper)
