@@ -44,8 +44,8 @@ def make_step(widths: tuple[int, ...], batch: int, device: str) -> tuple[Callabl
 
 def overhead(
     widths: tuple[int, ...], batch: int, device: str, steps: int, turns: int, folder: str | None
-) -> tuple[Comparison, int]:
-    """Interleaves two identical trainings, one recorded; returns the ratio and bytes a step."""
+) -> tuple[Comparison, int, float]:
+    """Interleaves two identical trainings, one recorded: the ratio, bytes a step, remainder."""
     plain, *_ = make_step(widths, batch, device)
     recorded, model, optimizer = make_step(widths, batch, device)
     ids = torch.arange(batch)
@@ -72,9 +72,10 @@ def overhead(
         run_recorded()
         result = compare(run_recorded, run_plain, turns)
         total = recorder.step
-    size = dualform.open(path).nbytes // total
+    run = dualform.open(path, device)
+    size, remainder = run.nbytes // total, run.audit().remainder
     shutil.rmtree(path.parent)
-    return result, size
+    return result, size, remainder
 
 
 def main() -> None:
@@ -87,12 +88,12 @@ def main() -> None:
     for name, widths in MODELS.items():
         for batch in options.batches:
             steps = 300 if options.device != "cpu" or widths[0] < 100 else 12
-            result, size = overhead(
+            result, size, remainder = overhead(
                 widths, batch, options.device, steps, options.turns, options.folder
             )
             print(
                 f"{name}, batch {batch}: step × {result}, {result.reference / steps * 1e6:,.0f} µs "
-                f"without, {size / 1e3:,.0f} kB a step",
+                f"without, {size / 1e3:,.0f} kB a step, remainder {remainder:.1e}",
                 flush=True,
             )
 

@@ -1,0 +1,133 @@
+"""The command line, as a person or a script meets it: real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+def dualform(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from dualform.cli import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo, run once."""
+    folder = tmp_path_factory.mktemp("demo")
+    result = dualform("demo", "--epochs", "3", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "100% of trained parameters by row" in result.stdout
+    assert "the report is runs/digits.html" in result.stdout
+    assert "against" in result.stdout
+    return folder
+
+
+def test_demo_leaves_a_run_and_a_report(demo: Path) -> None:
+    page = (demo / "runs/digits.html").read_text(encoding="utf-8")
+    assert "Content-Security-Policy" in page
+    assert page.count("data:image/png") > 50
+    assert len(page) < 1_000_000
+
+
+def test_demo_as_json(tmp_path: Path) -> None:
+    result = dualform("demo", "--epochs", "1", "--out", "here/run", "--json", cwd=tmp_path)
+    facts = json.loads(result.stdout)
+    assert facts["audit"]["remainder"] < 1e-5
+    assert (tmp_path / facts["report"]).exists()
+
+
+def test_info(demo: Path) -> None:
+    result = dualform("info", "runs/digits", "--check", cwd=demo)
+    assert "Every committed byte is as it was written." in result.stdout
+    facts = json.loads(dualform("info", "runs/digits", "--check", "--json", cwd=demo).stdout)
+    assert (facts["steps"], facts["samples"], facts["problems"]) == (132, 1400, [])
+    assert facts["optimizer"] == "SGD"
+    assert facts["settings"][0]["momentum"] == 0.9
+
+
+def test_info_finds_damage(demo: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(demo / "runs/digits", tmp_path / "run")
+    shard = next((tmp_path / "run").glob("writer-*/00000001.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    result = dualform("info", "run", "--check", cwd=tmp_path)
+    assert result.returncode == 1
+    assert "1 damaged" in result.stderr
+
+
+def test_audit(demo: Path) -> None:
+    assert "0.weight" in dualform("audit", "runs/digits", cwd=demo).stdout
+    facts = json.loads(dualform("audit", "runs/digits", "--json", cwd=demo).stdout)
+    assert facts["coverage"] == 1.0
+    assert facts["remainder"] < 1e-5
+    assert {book["granularity"] for book in facts["books"]} == {"row"}
+
+
+def test_top_of_training_samples(demo: Path) -> None:
+    arguments = ("top", "runs/digits", "--sample", "7", "--sample", "8", "-k", "4")
+    assert "against" not in dualform(*arguments, cwd=demo).stderr
+    facts = json.loads(dualform(*arguments, "--json", cwd=demo).stdout)
+    assert facts["layer"] == "2"
+    assert len(facts["for"]) == len(facts["against"]) == 8
+    for check in facts["check"]:
+        parts = sum(value for name, value in check.items() if name != "total")
+        assert abs(parts - check["total"]) < 1e-9
+
+
+def test_top_of_a_model_s_inputs(demo: Path) -> None:
+    """The same query, given as a model and an input, or as the sample it is: the same answer."""
+    from dualform.demo import load_digits
+
+    np.save(demo / "x.npy", load_digits()[0].x[7:8].numpy())
+    asked = ("--model", "dualform.demo:make_model", "--input", "x.npy", "--layer", "0", "--json")
+    by_model = json.loads(dualform("top", "runs/digits", *asked, cwd=demo).stdout)
+    by_sample = json.loads(
+        dualform("top", "runs/digits", "--sample", "7", "--layer", "0", "--json", cwd=demo).stdout
+    )
+    assert [row["id"] for row in by_model["for"]] == [row["id"] for row in by_sample["for"]]
+    assert by_model["check"][0]["total"] == pytest.approx(by_sample["check"][0]["total"], rel=1e-6)
+
+
+def test_report(demo: Path) -> None:
+    result = dualform("report", "runs/digits", "-o", "page.html", cwd=demo)
+    assert result.stdout == "Wrote page.html\n"
+    assert "sample 0" in (demo / "page.html").read_text(encoding="utf-8")
+    asked = ("--sample", "3", "-o", "other.html", "--json")
+    assert json.loads(dualform("report", "runs/digits", *asked, cwd=demo).stdout) == {
+        "report": "other.html"
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("audit", "nothing"), "dualform: 'nothing' is not a dualform run: there is nothing at"),
+        (("top", "runs/digits"), "dualform: say what to ask: --sample ID"),
+        (("top", "runs/digits", "--sample", "x"), "dualform: sample 'x' is not in this run"),
+        (
+            ("top", "runs/digits", "--sample", "1", "--layer", "fc9"),
+            "dualform: layer 'fc9' is not in this run; it recorded '0', '2'.",
+        ),
+        (
+            ("top", "runs/digits", "--model", "nowhere:f", "--input", "x.npy"),
+            "dualform: --model nowhere:f: No module named 'nowhere'",
+        ),
+        (
+            ("top", "runs/digits", "--model", "dualform.demo:make_model"),
+            "dualform: --model needs --input x.npy",
+        ),
+    ],
+)
+def test_errors_are_one_line(demo: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = dualform(*arguments, cwd=demo)
+    assert result.returncode == 1
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" in dualform("--debug", *arguments, cwd=demo).stderr

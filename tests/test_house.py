@@ -1,0 +1,115 @@
+"""The rules of the house: who may import whom, and that every public name is explained."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import dualform
+
+SOURCE = Path(dualform.__file__).parent
+EVERYTHING = {"memory", "ledger", "record", "read", "explore", "testing", "demo", "cli"}
+MAY_IMPORT = {
+    "errors": set(),
+    "memory": set(),
+    "ledger": set(),
+    "record": {"memory", "ledger"},
+    "read": {"memory", "ledger", "record.optimizers"},
+    "explore": {"read", "ledger"},
+    "testing": {"ledger", "record", "read"},
+    "demo": EVERYTHING,
+    "cli": EVERYTHING,
+    "": EVERYTHING,
+}
+"""What each part may import, besides itself and `errors`; ARCHITECTURE.md says why."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by its dotted name without the package's."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of ours that a module imports when it is loaded or run."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualform"):
+            found.add((node.module or "").removeprefix("dualform").removeprefix("."))
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("dualform.")]
+            found |= {name.removeprefix("dualform.") for name in names}
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_import_table(module: str) -> None:
+    part = module.split(".")[0]
+    allowed = {part, "errors", *MAY_IMPORT[part]}
+    for imported in imports(modules()[module]):
+        fine = any(imported == name or imported.startswith(f"{name}.") for name in allowed)
+        assert fine, f"dualform.{module} must not import dualform.{imported}"
+
+
+def test_no_import_cycles() -> None:
+    graph = {name: imports(path) & set(modules()) for name, path in modules().items() if name}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " → ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for imported in sorted(graph.get(name, ())):
+                visit(imported, (*way, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def public_names() -> list[tuple[str, object]]:
+    """What the front door and the parts' own front doors offer."""
+    parts = ["", ".errors", ".memory", ".ledger", ".record", ".read", ".explore", ".testing"]
+    found: dict[int, tuple[str, object]] = {}
+    for part in parts:
+        module = importlib.import_module(f"dualform{part}")
+        for name in getattr(module, "__all__", []):
+            value = getattr(module, name)
+            found.setdefault(id(value), (f"{module.__name__}.{name}", value))
+    return sorted(found.values(), key=lambda pair: pair[0])
+
+
+@pytest.mark.parametrize(("name", "value"), public_names(), ids=[n for n, _ in public_names()])
+def test_public_names_are_explained_by_example(name: str, value: object) -> None:
+    text = inspect.getdoc(value) or ""
+    assert text, f"{name} has no docstring"
+    assert ">>>" in text or "```python" in text, f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", [n for n, v in public_names() if inspect.isclass(v)])
+def test_public_methods_are_explained(name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    cls = getattr(importlib.import_module(module), attribute)
+    for method, value in vars(cls).items():
+        if not method.startswith("_") and (
+            inspect.isfunction(value) or isinstance(value, property)
+        ):
+            assert inspect.getdoc(value), f"{name}.{method} has no docstring"
+
+
+def test_files_can_be_read_in_one_sitting() -> None:
+    long = {str(p): n for p in SOURCE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_every_package_is_found() -> None:
+    """Folders without `__init__` would be left out of the wheel's tests."""
+    found = {info.name for info in pkgutil.walk_packages([str(SOURCE)], "dualform.")}
+    assert {f"dualform.{name}" for name in modules() if name} == found
