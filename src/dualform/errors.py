@@ -27,7 +27,15 @@ from __future__ import annotations
 
 
 class DualformError(Exception):
-    """The family of all errors raised by dualform."""
+    """The family of all errors raised by dualform.
+
+    >>> import dualform
+    >>> try:
+    ...     dualform.open("no/run")
+    ... except dualform.DualformError as error:
+    ...     print(error)
+    'no/run' is not a dualform run: there is nothing at that path.
+    """
 
     def __str__(self) -> str:  # KeyError would print the message quoted
         return str(self.args[0]) if self.args else ""

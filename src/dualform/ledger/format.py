@@ -77,10 +77,12 @@ class RunInfo:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """The text of `run.json`."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> RunInfo:
+        """What such a text says; a newer format is refused."""
         data = json.loads(text)
         version = data.pop("format")
         if version > FORMAT:

@@ -63,6 +63,12 @@ class Ledger:
     """A run folder, opened for reading: shards of rows, weights at some steps, small columns.
 
     It holds what was committed when it was opened; open it again to see more of a live run.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, _, _ = tiny_run()
+    >>> ledger = Ledger(run.path)
+    >>> ledger.last_step, ledger.kept_steps, ledger.column("0/keys").shape
+    (6, [0, 6], torch.Size([24, 4]))
     """
 
     def __init__(self, path: Path) -> None:

@@ -80,14 +80,26 @@ def decode_ids(ledger: Ledger) -> list[str] | None:
 
 @dataclass(frozen=True)
 class Preview:
-    """What to show of a sample: `kind` is "image", "text" or "numbers"."""
+    """What to show of a sample: `kind` is "image", "text" or "numbers".
+
+    >>> Preview("text", "a fable").kind
+    'text'
+    """
 
     kind: str
     data: Any
 
 
 class Samples:
-    """Labels and previews of the samples of a run, as far as they were described."""
+    """Labels and previews of the samples of a run, as far as they were described.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, _, _ = tiny_run()
+    >>> describe_samples(run.path, [0, 1], labels=["cat", "dog"], previews=["meow", "woof"])
+    >>> samples = Samples(run.path)
+    >>> samples.labels[1], samples.preview(0)
+    ('dog', Preview(kind='text', data='meow'))
+    """
 
     def __init__(self, path: Path) -> None:
         self._folder = path / SAMPLES_FOLDER

@@ -34,7 +34,12 @@ from dualform.ledger.tensors import write_tensors
 
 @dataclass
 class Block:
-    """Whole steps of a run: arrays in parts along their first axis, and remarks about books."""
+    """Whole steps of a run: arrays in parts along their first axis, and remarks about books.
+
+    >>> import torch
+    >>> Block(1, 2, {"fc/keys": [torch.zeros(3, 2), torch.ones(1, 2)]}).last
+    2
+    """
 
     first: int
     last: int

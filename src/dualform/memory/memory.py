@@ -94,6 +94,15 @@ class Memory:
         """
         return self.scores(queries) @ self.values
 
+    def weights(self) -> Float[Tensor, "*batch m f"]:
+        """W = Σ_t v_t φ(k_t)ᵀ: the weights a linear map has after storing every pair.
+
+        >>> memory = Memory(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]]))
+        >>> memory.weights()
+        tensor([[3., 6.]])
+        """
+        return self.values.mT @ self.kernel.features(self.keys)
+
     def primal(self) -> "Primal":
         """The same memory as weights W = Σ_t v_t φ(k_t)ᵀ, whatever the number of pairs.
 
@@ -103,9 +112,8 @@ class Memory:
         >>> torch.allclose(memory.primal().read(q), memory.read(q), atol=1e-5)
         True
         """
-        phi = self.kernel.features(self.keys)
-        z = phi.sum(-2) if self.kernel.normalized else None
-        return Primal(self.values.mT @ phi, self.kernel, z)
+        z = self.kernel.features(self.keys).sum(-2) if self.kernel.normalized else None
+        return Primal(self.weights(), self.kernel, z)
 
     def _require_addable(self, other: "Memory") -> None:
         if self.kernel != other.kernel:

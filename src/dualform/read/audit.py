@@ -21,7 +21,14 @@ from dualform.read.weights import reconstruct
 
 @dataclass(frozen=True)
 class BookAudit:
-    """One line of an audit: how a parameter was kept, and how far its rows miss it."""
+    """One line of an audit: how a parameter was kept, and how far its rows miss it.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, _, _ = tiny_run()
+    >>> line = run.audit().books[0]
+    >>> line.name, line.shape, line.granularity, line.rows
+    ('0.weight', (5, 4), 'row', 24)
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -43,7 +43,19 @@ def open_run(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
 
 
 class Run(Shown):
-    """A recorded run as of a step: audit it, read predictions from it, forget samples."""
+    """A recorded run as of a step: audit it, read predictions from it, forget samples.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> run.audit().remainder < 1e-6
+    True
+    >>> run.spotlight(model, x[:1])["2"].top(3).ids
+    [..., ..., ...]
+    >>> run.at(3).steps
+    3
+    >>> sorted(run.forget([0, 1]))
+    ['0.bias', '0.weight', '2.bias', '2.weight']
+    """
 
     def __init__(
         self, ledger: Ledger, step: int | None = None, device: torch.device | str = "cpu"

@@ -27,6 +27,10 @@ class Check:
     """The sum every reading carries: initial + evidence + whole steps + remainder = total.
 
     Each part has one number a query. `steps` is the share of changes that were booked by step.
+
+    >>> check = Check(*(np.array([x]) for x in (0.5, 1.0, 0.0, 0.0, 1.5)))
+    >>> check.lines(0)["total"]
+    1.5
     """
 
     initial: Array
@@ -152,7 +156,11 @@ class Scores(Shown):
 
 @dataclass(frozen=True)
 class Ranked:
-    """One line of a ranking. Rows also know their step and position."""
+    """One line of a ranking. Rows also know their step and position.
+
+    >>> Ranked("q", 7, None, 0.5, step=3, position=0)
+    Ranked(query='q', id=7, value=0.5, step=3, position=0)
+    """
 
     query: str
     id: SampleId

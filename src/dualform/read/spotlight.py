@@ -28,7 +28,14 @@ from dualform.read.weights import initial_part, step_part
 
 
 class Spotlight(Mapping[str, "Reading"], Shown):
-    """One reading for each recorded layer, by the layer's name."""
+    """One reading for each recorded layer, by the layer's name.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> spotlight = run.spotlight(model, x[:2])
+    >>> list(spotlight)
+    ['0', '2']
+    """
 
     def __init__(
         self, queries: Mapping[str, LayerQueries], output: Outputs, source: Source
@@ -60,7 +67,17 @@ class Spotlight(Mapping[str, "Reading"], Shown):
 
 @dataclass(frozen=True, repr=False)
 class Reading(Shown):
-    """One layer's output as contributions of every training row; scanned when first asked."""
+    """One layer's output as contributions of every training row; scanned when first asked.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> reading = run.spotlight(model, x[:2], output=1)["2"]
+    >>> reading.samples().values.shape
+    (8, 2)
+    >>> parts = reading.initial + reading.samples().values.sum(0) + reading.remainder
+    >>> bool(abs(parts - model(x[:2])[:, 1].detach().numpy()).max() < 1e-6)
+    True
+    """
 
     layer: str
     queries: LayerQueries

@@ -162,7 +162,9 @@ def _probe(
     if len(weights) == len(biases) == 1:  # the usual case in one operation
         weight, bias = gradients[weights[0]], gradients[biases[0]]
         if weight is not None and bias is not None:
-            return torch.addmm(bias[outputs, None], weight[outputs], vectors)
+            if len(bias) > PROBED_OUTPUTS:
+                weight, bias = weight[outputs], bias[outputs]
+            return torch.addmm(bias.unsqueeze(1), weight, vectors)
     parts = [g[outputs] @ vectors for at in weights if (g := gradients[at]) is not None]
     found = [g[outputs, None] for at in biases if (g := gradients[at]) is not None]
     parts += [bias.repeat(1, vectors.shape[1]) for bias in found]

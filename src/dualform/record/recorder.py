@@ -48,6 +48,18 @@ class Recorder:
     """Records a training loop as a ledger; made by `dualform.record`, used in a `with` statement.
 
     Its hooks change nothing: training is bit-identical with and without it.
+
+    >>> import tempfile, torch, dualform
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with dualform.record(model, optimizer, tempfile.mkdtemp() + "/run") as recorder:
+    ...     recorder.samples(["ada", "bob"])
+    ...     recorder.describe(["ada", "bob"], labels=[0, 1], previews=["Ada's text", "Bob's"])
+    ...     model(torch.randn(2, 3)).square().mean().backward()
+    ...     optimizer.step()
+    ...     recorder.checkpoint()
+    >>> recorder.step
+    1
     """
 
     def __init__(

@@ -49,14 +49,23 @@ class Batch:
 class Page:
     """Slots of one form, and for each that is filled the step and the batch it belongs to."""
 
-    __slots__ = ("form", "key_slots", "keys", "marks", "slot_bytes", "value_slots", "values")
+    __slots__ = (
+        "form",
+        "key_slots",
+        "keys",
+        "marks",
+        "slot_bytes",
+        "slots",
+        "value_slots",
+        "values",
+    )
 
     def __init__(self, x: Tensor, error: Tensor) -> None:
         self.form = form_of(x, error)
         self.slot_bytes = x.nbytes + error.nbytes
-        slots = max(1, min(PAGE_SLOTS, PAGE_BYTES // max(1, self.slot_bytes)))
-        self.keys = x.new_empty((slots, *x.shape))
-        self.values = error.new_empty((slots, *error.shape))
+        self.slots = max(1, min(PAGE_SLOTS, PAGE_BYTES // max(1, self.slot_bytes)))
+        self.keys = x.new_empty((self.slots, *x.shape))
+        self.values = error.new_empty((self.slots, *error.shape))
         self.key_slots, self.value_slots = list(self.keys), list(self.values)
         self.marks: list[tuple[int, Batch]] = []
 
@@ -95,7 +104,7 @@ class Tape:
         """Copies one use of the layer into the next slot; returns its bytes."""
         page = self.pages[-1] if self.pages else self._turn(x, error)
         at = len(page.marks)
-        if at == len(page.key_slots) or page.form != form_of(x, error):
+        if at == page.slots or page.form != (x.shape, error.shape, x.dtype, error.dtype):
             page, at = self._turn(x, error), 0
         if torch.is_grad_enabled():  # backward(create_graph=True)
             x, error = x.detach(), error.detach()

@@ -22,7 +22,15 @@ def block(first: int, last: int) -> Block:
 
 
 class LedgerContract(ABC):
-    """Inherit, write `create`, `resume` and `read`, and the whole suite runs on your ledger."""
+    """Inherit, write `create`, `resume` and `read`, and the whole suite runs on your ledger.
+
+    ```python
+    class TestFolder(LedgerContract):
+        def create(self, path, initial): return LedgerWriter.create(path, RunInfo(), initial)
+        def resume(self, path, step): return LedgerWriter.resume(path, step)
+        def read(self, path): return Ledger(path)
+    ```
+    """
 
     @abstractmethod
     def create(self, path: Path, initial: dict[str, Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dualform.read import Run, open_run
 from dualform.record import Recorder, record
 
 
@@ -58,7 +60,12 @@ def train(
     path: Path | None = None,
     loss: Callable[[Tensor, Tensor], Tensor] = squared_error,
 ) -> None:
-    """Trains the model; records it if a path is given. Both ways do exactly the same."""
+    """Trains the model; records it if a path is given. Both ways do exactly the same.
+
+    >>> model = nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> train(model, optimizer, torch.randn(8, 3), torch.randn(8, 2), Loop(steps=2))
+    """
     recording = nullcontext() if path is None else record(model, optimizer, path)
     rate = [group["lr"] for group in optimizer.param_groups]
     with recording as recorder:
@@ -74,3 +81,19 @@ def train(
                     group["lr"] = lr * (1 + 0.5 * (number % 3))
             optimizer.step()
             optimizer.zero_grad()
+
+
+def tiny_run() -> tuple[Run, nn.Module, Tensor]:
+    """A small run in a temporary folder, its model and its inputs, for examples to ask about.
+
+    >>> run, model, x = tiny_run()
+    >>> run.steps, run.layers, tuple(x.shape)
+    (6, ['0', '2'], (8, 4))
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+    path = Path(tempfile.mkdtemp()) / "run"
+    train(model, optimizer, x, y, Loop(), path)
+    return open_run(path), model, x

@@ -15,9 +15,9 @@ class SGDRule(Rule):
     With `k = 1 - dampening` (and `k = 1, μ = 0` for the step that creates the buffer):
     `b ← μ b + k (±g + λ W)`, then `W ← W - η b`, or with Nesterov `W ← W - η (±g + λ W + μ b)`.
 
-    >>> hyper = dict(lr=0.1, momentum=0.9, dampening=0, weight_decay=0, nesterov=0, maximize=0)
-    >>> SGDRule().transition(hyper, buffered=True)
-    Transition(M=((1.0, -0.09...), (0.0, 0.9)), n=(-0.1, 1.0))
+    >>> values = (0.1, 0.5, 0.0, 0.0, 0.0, 0.0)
+    >>> SGDRule().transition(dict(zip(SGDRule.fields, values)), buffered=True)
+    Transition(M=((1.0, -0.05), (0.0, 0.5)), n=(-0.1, 1.0))
     """
 
     name = "sgd"
