@@ -282,6 +282,7 @@ def test_a_gradient_that_stops_being_its_rows(tmp_path: Path, data: tuple[Tensor
     """Noise added to gradients from step 5 on: rows until then, steps from then on."""
     model, (x, y) = mlp(), data
     optimizer = SGD(model.parameters(), lr=0.1)
+    weights = [model[0].weight.detach().clone()]
     with dualform.record(model, optimizer, tmp_path / "run") as recorder:
         for number in range(12):
             F.mse_loss(model(x), y).backward()
@@ -290,11 +291,13 @@ def test_a_gradient_that_stops_being_its_rows(tmp_path: Path, data: tuple[Tensor
             optimizer.step()
             optimizer.zero_grad()
             recorder.checkpoint()
+            weights.append(model[0].weight.detach().clone())
     lines = {book.name: book for book in dualform.open(tmp_path / "run").audit().books}
     assert lines["0.weight"].granularity == "row, then step"
     assert "not the sum of the rows" in lines["0.weight"].reason
     assert lines["2.weight"].granularity == "row"
-    assert 1e-6 < lines["0.weight"].remainder < 1  # one step was lost before it was noticed
+    lost = (weights[5] - weights[4]).norm() / (weights[-1] - weights[0]).norm()
+    assert lines["0.weight"].remainder == pytest.approx(float(lost), rel=1e-5)  # one step, no more
     assert lines["2.weight"].remainder <= 1e-6
 
 

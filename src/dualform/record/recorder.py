@@ -161,6 +161,9 @@ class Recorder:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if _nested(optimizer):
             return None
+        self._background.raise_error()
+        if self._settler.failed:
+            self._keep_by_step(set(self._settler.failed))
         self._books.hold()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimizer
         if closure is None:
@@ -181,9 +184,6 @@ class Recorder:
 
     def _observe(self) -> None:
         """Looks at the gradients the optimizer is about to use."""
-        self._background.raise_error()
-        if self._settler.failed:
-            self._keep_by_step(set(self._settler.failed))
         step = self._books.observe(self.step + 1)
         if self._books.unverified and (failed := self._verify(step)):
             notes = [note for at in failed for note in self._settler.notes_of(at, step.number)]
