@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--turns", type=int, default=6)
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir="."))
+    folder = Path(tempfile.mkdtemp())
     try:
         blocks = make_blocks(options.rows, 4000)
         ledger, raw = folder / "run", folder / "raw"

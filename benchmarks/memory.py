@@ -56,7 +56,7 @@ def measure(*arguments: str) -> int:
 
 
 def main() -> None:
-    folder = Path(tempfile.mkdtemp(dir="."))
+    folder = Path(tempfile.mkdtemp())
     try:
         for steps in SIZES:
             path = str(folder / f"run{steps}")

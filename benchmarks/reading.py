@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir="."))
+    folder = Path(tempfile.mkdtemp())
     try:
         torch.manual_seed(0)
         blocks = make_blocks(options.rows, 4000)

@@ -163,11 +163,7 @@ def _reading(
             "--model package.module:function with --input x.npy."
         )
     spotlight = _spotlight(run, samples, model, inputs, output)
-    if not spotlight:
-        raise ReadingError(
-            f"no layer of '{run.path}' is booked by row; dualform audit {run.path} says why."
-        )
-    return spotlight[list(spotlight)[-1] if layer is None else layer]
+    return spotlight.last if layer is None else spotlight[layer]
 
 
 def _spotlight(

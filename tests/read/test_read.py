@@ -234,8 +234,9 @@ def test_results_print_convert_and_plot(trained: Trained) -> None:
     assert reading.top(3).to_pandas()["value"].is_monotonic_decreasing is not None
     assert len(run.audit().to_pandas()) == 4
     assert reading.timeline("epoch").to_pandas().shape == (EPOCHS, 2)
-    for plotted in (scores.plot(), reading.timeline().plot()):
-        assert plotted.get_ylabel()
+    assert reading.timeline().numpy().shape == tuple(reading.timeline().tensor().shape)
+    for plotted in (reading.plot(), reading.timeline().plot(), reading.top(3).plot()):
+        assert plotted.get_xlabel()
     mpl.pyplot.close("all")
 
 
@@ -257,14 +258,46 @@ def test_questions_a_run_cannot_answer(trained: Trained) -> None:
         run.spotlight(model, x)["2"].by("color")
 
 
+def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        model(x).sum().backward()
+        optimizer.step()
+    run = dualform.open(tmp_path / "run")
+    with pytest.raises(ReadingError, match="no layer of this run was booked by row"):
+        run.timeline(model, x)
+    with pytest.raises(UnknownSampleError, match="this run knows no samples"):
+        run.forget([1])
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda run, reading: reading.top(0), "k=0: ask for at least one sample"),
+        (lambda run, reading: reading.by([0, 1]), r"by\(list\): give 'label', a mapping"),
+        (lambda run, reading: run.forget(3), r"got the id 3; give a list of ids: \[3\]"),
+        (lambda run, reading: run.revisit("a"), "give a list of ids"),
+    ],
+)
+def test_questions_of_the_wrong_form(ask: object, message: str, trained: Trained) -> None:
+    reading = trained.run.spotlight(trained.model, trained.x[:1]).last
+    with pytest.raises(ReadingError, match=message):
+        ask(trained.run, reading)  # type: ignore[operator]
+    with pytest.raises(ReadingError, match="output='cat' does not fit"):
+        trained.run.spotlight(trained.model, trained.x, output="cat")["2"]  # type: ignore[arg-type]
+
+
 def test_a_model_that_is_not_the_recorded_one(trained: Trained) -> None:
     wider = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     with pytest.raises(ModelMismatchError, match=r"its '0.weight' has shape \(8, 5\), the run's"):
         trained.run.spotlight(wider, trained.x)
     shorter = nn.Sequential(nn.Linear(5, 7)).double()
-    with pytest.raises(ModelMismatchError, match="differs from the run's at step 20 by"):
+    with pytest.raises(ModelMismatchError, match=r"its '2\.weight' does not exist, the run's has"):
         trained.run.spotlight(shorter, trained.x)
     fresh = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    with pytest.raises(ModelMismatchError, match="differs from the run's at step 20 by"):
+        trained.run.spotlight(fresh, trained.x)
     with pytest.raises(ModelMismatchError, match=r"model\.load_state_dict"):
         trained.run.spotlight(fresh, trained.x)
     fresh.load_state_dict(trained.run.state_dict())

@@ -387,6 +387,44 @@ def test_ids_forgotten(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
             step(model, optimizer, x, y)
 
 
+def test_a_recorder_that_does_not_record(tmp_path: Path) -> None:
+    model = mlp()
+    recorder = dualform.record(model, SGD(model.parameters(), lr=0.1), tmp_path / "run")
+    with pytest.raises(RecordingError, match="is not recording; use it inside `with"):
+        recorder.samples([1, 2])
+    other = SGD(mlp().parameters(), lr=0.1)
+    with pytest.raises(RecordingError, match="the optimizer has none of the model's parameters"):
+        dualform.record(model, other, tmp_path / "run").__enter__()
+
+
+def test_a_change_smaller_than_rounding(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    """A bias in front of BatchNorm has no gradient but noise; the audit says so."""
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), data
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(20):
+            step(model, optimizer, x, y)
+    audit = balanced(tmp_path / "run")
+    assert {b.name for b in audit.books if "no more than rounding" in b.reason} == {"0.bias"}
+
+
+def test_asking_does_not_change_the_model(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)]
+    model, (x, y) = nn.Sequential(*layers), data
+    optimizer = SGD(model.parameters(), lr=0.05)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(5):
+            step(model, optimizer, x, y)
+    run, before = dualform.open(tmp_path / "run"), copy.deepcopy(model.state_dict())
+    first, second = (run.spotlight(model, x)["3"].total for _ in range(2))
+    assert (first == second).all()
+    assert model.training
+    assert layers[2].training
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
 def test_nan_in_the_loss(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
     model, (x, y) = mlp(), data
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from dualform.read.coefficients import Accounting
 from dualform.read.scan import Scan
 from dualform.read.shown import Shown, framed, pandas_frame
 from dualform.read.weights import reconstruct
+
+ROUNDING = "it changed by no more than rounding: the remainder is relative to the parameter"
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,19 @@ def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -
         weight = kept[book.name].double()
         change = weight - accounting.of(book).initial * initial[book.name].double()
         gap, scale = (weight - books[book.name]).norm(), change.norm()
-        remainder = float(gap / scale) if scale > 0 else float(gap)
+        small = bool(scale <= _rounding(book, measured) * weight.norm())
+        remainder = float(gap / (weight.norm() if small else scale).clamp_min(1e-300))
         if measured == 0 < until:
             remainder = float("nan")
-        lines.append(_line(ledger, Accounting(ledger, until), book, until, remainder))
+        line = _line(ledger, Accounting(ledger, until), book, until, remainder)
+        changed = small and line.granularity != "frozen"
+        lines.append(replace(line, reason=ROUNDING) if changed else line)
     return Audit(lines, until, measured, ledger.nbytes)
+
+
+def _rounding(book: Book, steps: int) -> float:
+    """How far rounding alone may carry a parameter in so many steps, relative to its size."""
+    return 10 * math.sqrt(steps) * torch.finfo(getattr(torch, book.dtype)).eps
 
 
 def _line(

@@ -30,7 +30,7 @@ class LayerQueries:
 
 
 def ask(model: nn.Module, x: Any, ledger: Ledger) -> dict[str, LayerQueries]:
-    """Runs the model on `x` and keeps what each recorded layer saw and gave."""
+    """Runs the model on `x` in evaluation mode; keeps what each recorded layer saw and gave."""
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
     handles = []
     modules = dict(model.named_modules())
@@ -44,12 +44,15 @@ def ask(model: nn.Module, x: Any, ledger: Ledger) -> dict[str, LayerQueries]:
             seen.setdefault(name, []).append((given.detach(), output.detach()))
 
         handles.append(module.register_forward_hook(keep, with_kwargs=True))
+    training = [module for module in model.modules() if module.training]
     try:
         with torch.no_grad():
-            _call(model, x)
+            _call(model.eval(), x)  # asking must neither be random nor change the model
     finally:
         for handle in handles:
             handle.remove()
+        for module in training:
+            module.training = True
     return {name: _queries(calls) for name, calls in seen.items()}
 
 
@@ -130,10 +133,9 @@ def directions(queries: LayerQueries, output: Outputs) -> tuple[Tensor, list[str
     elif isinstance(output, int):
         units = torch.full((count,), output)
     else:
-        given = torch.as_tensor(output)
-        if given.shape == (count, width):
-            return given.double(), ["a direction"] * count
-        units = given
+        units = torch.as_tensor(output) if not isinstance(output, str) else torch.empty(0)
+        if units.shape == (count, width):
+            return units.double(), ["a direction"] * count
     if units.shape != (count,) or bool((units < 0).any() or (units >= width).any()):
         raise ReadingError(
             f"output={output!r} does not fit {count} queries of a layer with {width} outputs; "
@@ -157,6 +159,7 @@ def check_model(
                 f"the model is not the recorded one: its '{book.name}' {has}, the run's has shape "
                 f"{book.shape}."
             )
+    for book in ledger.info.books:
         weight, known = given[book.name].detach().cpu().double(), recorded[book.name].double()
         gap = float((weight - known).norm() / known.norm().clamp_min(1e-12))
         if gap > 1e-4:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from dualform.errors import UnknownSampleError, UnknownStepError
+from dualform.errors import ReadingError, UnknownSampleError, UnknownStepError
 from dualform.ledger import Ledger, Samples
 from dualform.ledger.format import BUFFER, RunInfo
 from dualform.ledger.samples import SampleId, decode_ids
@@ -118,11 +118,13 @@ class Run(Shown):
     def spotlight(self, model: nn.Module, x: Any, output: Outputs = None) -> Spotlight:
         """Each layer's output for `x`, as exact signed contributions of the training rows.
 
+        The model is run in evaluation mode, and left as it was.
+
         Args:
             x: what the model is called with: a tensor, a tuple of arguments, or a mapping of
                 keyword arguments.
-            output: the unit that is asked about: one for all queries, one each, or a direction
-                each; by default the unit with the largest output.
+            output: the unit that is asked about: one for all queries, one for each query (each
+                token is one), or a direction for each; by default the unit with most output.
         """
         check_model(model, self._weights, self._ledger, self.steps)
         return Spotlight(ask(model, x, self._ledger), output, self._source)
@@ -142,17 +144,21 @@ class Run(Shown):
     ) -> Timeline:
         """When a layer's output (by default the last one's) was learned, by "step" or "epoch"."""
         spotlight = self.spotlight(model, x, output)
-        return spotlight[list(spotlight)[-1] if layer is None else layer].timeline(by)
+        return (spotlight.last if layer is None else spotlight[layer]).timeline(by)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The parameters after this step: as kept, or else as the books add up to them."""
+        """The parameters after this step: as kept, or else as the books add up to them.
+
+        Buffers, such as the statistics of BatchNorm, are not booked: they are those of the last
+        step up to here whose weights were kept.
+        """
         return self._state_dict(dict(self._weights))
 
     def forget(self, ids: Sequence[SampleId]) -> dict[str, Tensor]:
         """A state dict without these samples' contributions.
 
         It takes away what their rows added; it does not say what training without them would
-        have led to.
+        have led to. The result is a model of its own, which this run cannot be asked about.
         """
         numbers = self._numbers(ids)
         books, until = self.info.books, self.steps
@@ -206,6 +212,12 @@ class Run(Shown):
 
     def _numbers(self, ids: Sequence[SampleId]) -> Tensor:
         numbers, names = self._names
+        if isinstance(ids, str | int):
+            raise ReadingError(f"got the id {ids!r}; give a list of ids: [{ids!r}].")
+        if not names:
+            raise UnknownSampleError(
+                "this run knows no samples: no layer of it was booked by row; audit() says why."
+            )
         position = {name: at for at, name in enumerate(names)}
         given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         for name in given:

@@ -132,6 +132,11 @@ class Scores(Shown):
             groups = self.labels
         if callable(groups):
             return groups(sample)
+        if not isinstance(groups, Mapping):
+            raise ReadingError(
+                f"by({type(groups).__name__}): give 'label', a mapping from id to group, or a "
+                "function of the id."
+            )
         if sample not in groups:
             raise ReadingError(
                 f"by(groups): sample {sample!r} has no group; describe it with "
@@ -140,13 +145,15 @@ class Scores(Shown):
         return groups[sample]
 
     def _ranked(self, k: int, descending: bool) -> Ranking:
+        if k < 1:
+            raise ReadingError(f"k={k}: ask for at least one sample.")
         order = np.argsort(-self.values if descending else self.values, axis=0, kind="stable")
         rows = [
             self._row(int(sample), query)
             for query in range(len(self.queries))
             for sample in order[:k, query]
         ]
-        return Ranking(rows, self.title)
+        return Ranking(rows, f"{self.title}, {'largest' if descending else 'smallest'} first")
 
     def _row(self, sample: int, query: int) -> Ranked:
         name = self.ids[sample]
@@ -197,6 +204,15 @@ class Ranking(Shown):
         """A data frame with one row a line of the ranking."""
         names = list(Ranked.__dataclass_fields__)
         return pandas_frame({name: [getattr(row, name) for row in self.rows] for name in names})
+
+    def plot(self, axes: Any = None) -> Any:
+        """The amounts as bars, best on top."""
+        axes = matplotlib_axes(axes)
+        names = [f"{row.query} · {row.id}" for row in self.rows]
+        axes.barh(names, [row.value for row in self.rows])
+        axes.invert_yaxis()
+        axes.set_xlabel(self.title)
+        return axes
 
     def __rich__(self) -> Group:
         return framed(self.title, self.table)

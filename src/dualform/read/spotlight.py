@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,13 @@ class Spotlight(Mapping[str, "Reading"], Shown):
         queries = self._queries[layer]
         chosen, asked = directions(queries, self._output)
         return Reading(layer, queries, chosen, asked, self._source)
+
+    @property
+    def last(self) -> Reading:
+        """The reading of the last layer: the model's output, as a rule."""
+        if not self._queries:
+            raise ReadingError("no layer of this run was booked by row; run.audit() says why.")
+        return self[list(self._queries)[-1]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._queries)
@@ -98,6 +106,10 @@ class Reading(Shown):
     def bottom(self, k: int = 10) -> Ranking:
         """The k samples that contribute least (most against), for each query."""
         return self.samples().bottom(k)
+
+    def plot(self, query: int = 0, axes: Any = None) -> Any:
+        """Contributions sorted by value within each label; see `Scores.plot`."""
+        return self.samples().plot(query, axes)
 
     def by(self, groups: Groups = "label") -> Scores:
         """Contributions summed over groups of samples; see `Scores.by`."""

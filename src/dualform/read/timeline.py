@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
+from torch import Tensor
 
 from dualform.ledger import Ledger
 from dualform.read.scan import batch_samples
@@ -39,6 +41,14 @@ class Timeline(Shown):
 
     def __len__(self) -> int:
         return len(self.at)
+
+    def numpy(self) -> Array:
+        """(steps or epochs, queries) as numpy."""
+        return self.values
+
+    def tensor(self) -> Tensor:
+        """(steps or epochs, queries) as a torch tensor."""
+        return torch.from_numpy(self.values)
 
     def to_pandas(self) -> Any:
         """A data frame with one row a step or epoch and one column a query."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dualform.errors import RecordingError
 from dualform.ledger import Book, Stream
 from dualform.ledger.format import ROOT
 from dualform.record.layers import LayerKind, kind_of
@@ -46,6 +47,12 @@ class Plan:
 def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
     """Books every parameter: by row where layer and optimizer have a rule, else by step."""
     parameters = dict(model.named_parameters())
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not known.intersection(map(id, parameters.values())):
+        raise RecordingError(
+            "the optimizer has none of the model's parameters; give the one made with "
+            "model.parameters()."
+        )
     names = {id(parameter): name for name, parameter in parameters.items()}
     sources = _sources(model, names) if rule.fields else ()
     unruled = "" if rule.fields else f"{type(optimizer).__name__} has no rule yet"

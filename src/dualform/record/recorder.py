@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from dualform.errors import RecordingError
 from dualform.ledger import Background
 from dualform.ledger.samples import Label, SampleId, describe_samples
 from dualform.record.books import Books
@@ -79,6 +81,7 @@ class Recorder:
         self._model, self._optimizer = model, optimizer
         self._dataset, self._resume, self._overwrite = dataset, resume, overwrite
         self._buffer_bytes = buffer_bytes
+        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Recorder:
         model, optimizer = self._model, self._optimizer
@@ -117,6 +120,7 @@ class Recorder:
         self._watch.close()
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         try:
             self._finish()
         except BaseException:
@@ -130,6 +134,7 @@ class Recorder:
 
         Without it, samples are numbered in the order they are seen, each visit anew.
         """
+        self._require_recording()
         self._watch.samples(ids)
 
     def describe(
@@ -147,8 +152,15 @@ class Recorder:
         Call it where you save the model and the optimizer; `record(..., resume=True)` goes on
         from the marked step whose weights the model has.
         """
+        self._require_recording()
         self._hand_over(flush=True, mark="checkpoint")
         self._background.wait()
+
+    def _require_recording(self) -> None:
+        if not self._handles:
+            raise RecordingError(
+                "the recorder is not recording; use it inside `with dualform.record(…) as …:`."
+            )
 
     def _finish(self) -> None:
         try:

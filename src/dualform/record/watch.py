@@ -80,7 +80,7 @@ class Watch:
         elif self._batch is None or self._batch.step != self.step:
             raise RecordingError(
                 "recorder.samples(ids) named the samples of earlier steps, but not of this one; "
-                "call it before every forward pass that trains."
+                "call it before every forward pass that trains, and validate under torch.no_grad()."
             )
 
     def _forward_hook(self, index: int, source: Source) -> Callable[..., None]:
