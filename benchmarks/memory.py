@@ -18,7 +18,7 @@ import torch
 import dualform
 from benchmarks.recording import MODELS, make_step
 
-SIZES = (250, 500, 1000, 2000)
+SIZES = (250, 500, 1000)
 
 
 def peak() -> int:

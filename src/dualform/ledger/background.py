@@ -38,7 +38,7 @@ class Background(Generic[Item]):
     [1, 2]
     """
 
-    def __init__(self, work: Callable[[Item], None], waiting: int = 8) -> None:
+    def __init__(self, work: Callable[[Item], None], waiting: int = 2) -> None:
         self._work = work
         self._queue: queue.Queue[Item | None] = queue.Queue(maxsize=waiting)
         self._error: BaseException | None = None

@@ -28,7 +28,7 @@ from dualform.record.start import resume_run, snapshot, start_run
 from dualform.record.watch import Watch
 
 FLUSH_SECONDS = 30.0
-PARCEL_BYTES = 8 << 20
+PARCEL_BYTES = 32 << 20
 """Rows go to the writer's thread in parcels: large, so that it seldom needs the interpreter."""
 WITNESS = 8
 """Weights are kept with a shard when that adds at most an eighth to what was written."""
