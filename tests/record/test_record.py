@@ -387,6 +387,25 @@ def test_ids_forgotten(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
             step(model, optimizer, x, y)
 
 
+def test_a_small_buffer_makes_many_shards(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", buffer_bytes=4096):
+        for _ in range(20):
+            step(model, optimizer, x, y)
+    assert len(list(tmp_path.glob("run/writer-*/*.safetensors"))) > 5
+    balanced(tmp_path / "run")
+
+
+def test_a_failed_start_leaves_the_run_free(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError):
+        dualform.record(model, optimizer, tmp_path / "run", dataset=7).__enter__()
+    with dualform.record(model, optimizer, tmp_path / "run", overwrite=True):
+        pass
+
+
 def test_a_recorder_that_does_not_record(tmp_path: Path) -> None:
     model = mlp()
     recorder = dualform.record(model, SGD(model.parameters(), lr=0.1), tmp_path / "run")

@@ -21,10 +21,10 @@ from dualform.ledger import Background
 from dualform.ledger.samples import Label, SampleId, describe_samples
 from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
-from dualform.record.optimizers import rule_for
-from dualform.record.plan import make_plan
+from dualform.record.optimizers import Rule, rule_for
+from dualform.record.plan import Plan, make_plan
 from dualform.record.settle import Pages, Settler, Step, to_host
-from dualform.record.start import resume_run, snapshot, start_run
+from dualform.record.start import Opened, resume_run, snapshot, start_run
 from dualform.record.watch import Watch
 
 FLUSH_SECONDS = 30.0
@@ -92,6 +92,17 @@ class Recorder:
         else:
             opened = start_run(self.path, model, optimizer, plan, rule, self._overwrite)
         self._writer, self.step = opened.writer, opened.writer.committed
+        try:
+            self._begin(opened, plan, rule)
+        except BaseException:
+            self._writer.abandon()
+            raise
+        return self
+
+    def _begin(self, opened: Opened, plan: Plan, rule: Rule) -> None:
+        model, optimizer = self._model, self._optimizer
+        if self._dataset is not None:
+            describe_dataset(self.path, self._dataset)
         self._books = Books(plan, rule, optimizer)
         self._settler = Settler(plan, self._books.vectors, opened.samples, opened.numbered)
         self._background = Background(self._deliver)
@@ -99,8 +110,6 @@ class Recorder:
         self._current: Step | None = None
         self._change_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
-        if self._dataset is not None:
-            describe_dataset(self.path, self._dataset)
         self._watch = Watch(model, plan.sources, self.step + 1)
         self._keep_by_step(
             {at for at, a in enumerate(plan.accounts) if opened.by_step.intersection(a.books)}
@@ -109,7 +118,6 @@ class Recorder:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        return self
 
     def __exit__(
         self,
@@ -221,8 +229,9 @@ class Recorder:
         self._watch.end_step()
         self._steps.append(step)
         self._change_bytes += step.nbytes
-        if self._watch.bytes + self._change_bytes >= PARCEL_BYTES:
-            self._hand_over(flush=self._shard_bytes >= self._buffer_bytes)
+        size = self._watch.bytes + self._change_bytes
+        if size >= min(PARCEL_BYTES, self._buffer_bytes):
+            self._hand_over(flush=self._shard_bytes + size >= self._buffer_bytes)
         elif time.monotonic() - self._flushed > FLUSH_SECONDS:
             self._hand_over(flush=True)
 
