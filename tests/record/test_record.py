@@ -387,6 +387,23 @@ def test_ids_forgotten(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
             step(model, optimizer, x, y)
 
 
+def test_a_checkpoint_between_backward_and_step(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(4):
+            for part in (slice(0, 6), slice(6, 12)):
+                F.mse_loss(model(x[part]), y[part]).backward()
+                recorder.checkpoint()
+            optimizer.step()
+            optimizer.zero_grad()
+    audit = balanced(tmp_path / "run")
+    assert audit.coverage == 1.0
+    assert {book.rows for book in audit.books} == {4 * 12}
+
+
 def test_a_small_buffer_makes_many_shards(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
     model, (x, y) = mlp(), data
     optimizer = SGD(model.parameters(), lr=0.1)

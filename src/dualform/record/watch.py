@@ -53,9 +53,19 @@ class Watch:
         return {index: tape.pages for index, tape in enumerate(self._tapes)}
 
     def take(self) -> dict[int, list[Page]]:
-        """The pages of each layer; `pool.give_back` them once they are written."""
+        """The pages of each layer; `pool.give_back` them once they are written.
+
+        Rows of the step under way (a checkpoint between backward and step) move to new pages.
+        """
         self.bytes = 0
-        return {index: tape.take() for index, tape in enumerate(self._tapes)}
+        taken = {index: tape.take() for index, tape in enumerate(self._tapes)}
+        for index, pages in taken.items():
+            for page in pages:
+                for at, (step, batch) in enumerate(page.marks):
+                    if step == self.step:
+                        x, error = page.key_slots[at], page.value_slots[at]
+                        self.bytes += self._tapes[index].write(step, batch, x, error)
+        return taken
 
     def drop(self, sources: Sequence[int]) -> None:
         """Stops watching some layers."""
