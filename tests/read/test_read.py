@@ -321,7 +321,7 @@ def test_the_largest_rows_are_found(rows: int, queries: int, k: int, chunk: int,
         part = values[start : start + chunk]
         index = torch.arange(start, start + len(part))
         rows = SimpleNamespace(keys=part, samples=index, steps=index, positions=index)
-        largest.add(part, cast(Chunk, rows))
+        largest.add(part, cast(Chunk, rows), index)
     found = largest.result()
     for query in range(queries):
         mine = found[found[:, 0] == query]

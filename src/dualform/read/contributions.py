@@ -40,11 +40,6 @@ class LayerRows:
         self.weight = next(book for book in books if book.terms[layer] == "outer")
         self.bias = next((book for book in books if book.terms[layer] == "sum"), None)
 
-    @property
-    def count(self) -> int:
-        """How many rows there are."""
-        return sum(scan.rows for scan, _, _ in self._scans())
-
     def __iter__(self) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
         """Chunks, with the coefficients of each row in the weight and in the bias."""
         for scan, weight, bias in self._scans():
@@ -106,12 +101,12 @@ class Largest:
 
     def __init__(self, k: int, queries: int) -> None:
         self._k, self._queries = k, queries
-        self._floor = torch.zeros(queries)
+        self._floor = torch.zeros(queries, dtype=torch.float64)
         self._kept = torch.zeros(0, 5, dtype=torch.float64)
         """One row each: query, value, sample, step, position."""
 
-    def add(self, contributions: Tensor, chunk: Chunk) -> None:
-        """Takes a chunk's contributions (rows, queries)."""
+    def add(self, contributions: Tensor, chunk: Chunk, samples: Tensor) -> None:
+        """Takes a chunk's contributions (rows, queries), and each row's sample as a position."""
         sizes = contributions.abs()
         floor = self._floor.to(sizes)
         if len(self._kept) < self._k * self._queries:
@@ -120,7 +115,7 @@ class Largest:
         at, query = torch.nonzero(sizes > floor, as_tuple=True)
         if not len(at):
             return
-        columns = [chunk.samples[at], chunk.steps[at], chunk.positions[at]]
+        columns = [samples[at], chunk.steps[at], chunk.positions[at]]
         found = [query, contributions[at, query], *columns]
         self._kept = torch.cat([self._kept, torch.stack([f.double().cpu() for f in found], 1)])
         if len(self._kept) > 4 * self._k * self._queries:

@@ -137,9 +137,12 @@ class Reading(Shown):
 
     def rows(self, k: int = 100) -> Ranking:
         """The k rows that contribute most in size, of either sign, with step and position."""
+        if k < 1:
+            raise ReadingError(f"k={k}: ask for at least one row.")
         largest = Largest(k, len(self.names))
         for chunk, weight, bias in self._rows:
-            largest.add(self._question.contributions(chunk, weight, bias), chunk)
+            contributions = self._question.contributions(chunk, weight, bias)
+            largest.add(contributions, chunk, self._rows.sample_index(chunk))
         return Ranking([self._ranked(*row) for row in largest.result().tolist()], "rows")
 
     def memory(self) -> Memory:
@@ -229,8 +232,7 @@ class Reading(Shown):
     def _ranked(
         self, query: float, value: float, sample: float, step: float, position: float
     ) -> Ranked:
-        at = int(torch.searchsorted(self.source.numbers, int(sample)))
-        name = self.source.ids[at]
+        name = self.source.ids[int(sample)]
         label = self.source.labels.get(name)
         return Ranked(self.names[int(query)], name, label, value, int(step), int(position))
 

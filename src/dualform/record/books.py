@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
 from dualform.record.plan import Account, Plan
 from dualform.record.probe import settle_factors
-from dualform.record.settle import Pages, Settler, Step
+from dualform.record.settle import Pages, Settler, Span, Step
 
 PROBED_OUTPUTS = 128
 """Wider layers are probed at so many neighboring outputs, others after each parcel."""
@@ -31,6 +31,8 @@ class Books:
         """Accounts whose rows have not been held against a gradient yet."""
         generator = torch.Generator().manual_seed(0)  # its own: the user's stays untouched
         self.vectors = [self._vector(account, generator) for account in plan.accounts]
+        self._span_start: dict[str, Tensor] = {}
+        self.span()
         self._turn = 0
         self.look_elsewhere()
         self._regroup()
@@ -46,13 +48,24 @@ class Books:
 
     def by_step(self, accounts: set[int]) -> list[int]:
         """Keeps these accounts by step from now on; returns the sources nobody needs any more."""
+        accounts = accounts & self._by_row
         self._by_row -= accounts
         self.unverified -= accounts
         self._arrange()
         return [source for index in accounts for source in self._plan.accounts[index].sources]
 
+    def span(self) -> Span:
+        """The parameters kept by row, as they were at the last call and as they are now."""
+        before = self._span_start
+        by_row = {name for at in self._by_row for name in self._plan.accounts[at].books}
+        now = {n: self._plan.parameters[n].detach().clone() for n in by_row.union(before)}
+        self._span_start = {name: now[name] for name in by_row}
+        return before, now
+
     def hold(self) -> None:
         """Keeps the parameters that are booked by step as they are before the step."""
+        if len(self._optimizer.param_groups) != self._group_count:
+            self._regroup()
         self._before = {
             name: self._plan.parameters[name].detach().clone()
             for name, column in self._observed.items()
@@ -61,10 +74,7 @@ class Books:
 
     def observe(self, number: int) -> Step:
         """What the optimizer is about to do, before it does it."""
-        groups = self._optimizer.param_groups
-        if len(groups) != self._group_count:
-            self._regroup()
-        hyper = [self._rule.hyper(group) for group in groups]
+        hyper = [self._rule.hyper(group) for group in self._optimizer.param_groups]
         states, probes = self._states_and_probes()
         return Step(number, probes, self._outputs, hyper, self._groups, states)
 
@@ -91,7 +101,7 @@ class Books:
         """(inputs, vectors): what the gradients of an account are multiplied with."""
         stream = self._plan.sources[account.sources[0]].stream
         parameter = self._plan.parameters[account.books[0]]
-        count = min(stream.keys, -(-PROBE_NUMBERS // stream.values))
+        count = min(stream.keys + 1, -(-PROBE_NUMBERS // stream.values))
         vectors = torch.randn(stream.keys, count, generator=generator)
         return vectors.to(parameter.device, parameter.dtype)
 
@@ -134,7 +144,7 @@ class Books:
         states = self._states
         gradients = [p.grad if s else None for p, s in zip(self._parameters, states, strict=True)]
         for at, gradient in enumerate(gradients):
-            if gradient is None and states[at] != UNTOUCHED:
+            if gradient is None and states[at] != UNTOUCHED and self._rule.fields:
                 states = [
                     UNTOUCHED if g is None else s for g, s in zip(gradients, states, strict=True)
                 ]

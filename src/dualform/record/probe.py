@@ -62,7 +62,11 @@ def lay_out(source: Source, page: Page, first: int, last: int) -> StreamRows | N
         if first <= step <= last
     ]
     rows_a_slot = math.prod(page.form[0][:-1])
-    fitting = [(at, step, batch) for at, step, batch in chosen if rows_a_slot % batch.size == 0]
+    fitting = [
+        (at, step, batch)
+        for at, step, batch in chosen
+        if batch.size and rows_a_slot % batch.size == 0
+    ]
     if not fitting:
         return None
     keys, values = _slots(page, [at for at, _, _ in fitting])

@@ -23,7 +23,7 @@ from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
 from dualform.record.optimizers import Rule, rule_for
 from dualform.record.plan import Plan, make_plan
-from dualform.record.settle import Pages, Settler, Step, to_host
+from dualform.record.settle import Pages, Settler, Span, Step, to_host
 from dualform.record.start import Opened, resume_run, snapshot, start_run
 from dualform.record.watch import Watch
 
@@ -40,6 +40,7 @@ class Parcel:
 
     steps: list[Step]
     pages: Pages
+    span: Span
     step: int
     flush: bool
     weights: dict[str, Tensor] | None
@@ -172,7 +173,10 @@ class Recorder:
 
     def _finish(self) -> None:
         try:
-            self._hand_over(flush=True, mark="final")
+            whole = (
+                self._current is None
+            )  # else a step was broken off, and the weights are no step's
+            self._hand_over(flush=True, mark="final" if whole else "")
         finally:
             self._background.close()
 
@@ -230,10 +234,9 @@ class Recorder:
         self._steps.append(step)
         self._change_bytes += step.nbytes
         size = self._watch.bytes + self._change_bytes
-        if size >= min(PARCEL_BYTES, self._buffer_bytes):
-            self._hand_over(flush=self._shard_bytes + size >= self._buffer_bytes)
-        elif time.monotonic() - self._flushed > FLUSH_SECONDS:
-            self._hand_over(flush=True)
+        overdue = time.monotonic() - self._flushed > FLUSH_SECONDS
+        if overdue or size >= min(PARCEL_BYTES, self._buffer_bytes):
+            self._hand_over(flush=overdue or self._shard_bytes + size >= self._buffer_bytes)
 
     def _hand_over(self, flush: bool, mark: str = "") -> None:
         """Gives the steps so far to the writer's thread, with the weights where they are due."""
@@ -246,9 +249,9 @@ class Recorder:
         if flush:
             self._shard_bytes, self._flushed = 0, time.monotonic()
         steps, self._steps, self._change_bytes = self._steps, [], 0
-        pages = self._watch.take()
+        pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
-        self._background.put(Parcel(steps, pages, self.step, flush, weights, mark or "flush"))
+        self._background.put(Parcel(steps, pages, span, self.step, flush, weights, mark or "flush"))
 
     def _weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
@@ -257,7 +260,7 @@ class Recorder:
         """On the writer's thread: settles the steps and commits what is due."""
         error = None
         if parcel.steps:
-            block, error = self._settler.settle(parcel.steps, parcel.pages)
+            block, error = self._settler.settle(parcel.steps, parcel.pages, parcel.span)
             if block is not None:
                 block.written = partial(self._give_back, parcel.pages)
                 self._writer.append(block)

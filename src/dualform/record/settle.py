@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,13 +13,15 @@ from torch import Tensor
 from dualform.errors import NonFiniteError
 from dualform.ledger import Block, SampleTable
 from dualform.ledger.samples import encode_ids
-from dualform.record.optimizers import BY_ROW
+from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.record.plan import Plan
 from dualform.record.probe import Evidence, StreamRows, lay_out, settle_factors
 from dualform.record.tape import Batch, Page
 
 Pages: TypeAlias = dict[int, list[Page]]
 """The pages of each source."""
+Span: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Parameters kept by row, before and after some steps."""
 UNEXPLAINED = "its gradient is not the sum of the rows that were seen"
 
 
@@ -56,10 +58,12 @@ class Settler:
         self._numbered = numbered
         self._column = {book.name: index for index, book in enumerate(plan.books)}
         self.failed: set[int] = set()
-        """Accounts whose rows were found not to explain their gradient."""
+        """Accounts newly found to have rows that do not explain their gradient."""
+        self._broken: set[int] = set()
+        """All that ever were: what they still book by row is booked as a whole."""
 
     def settle(
-        self, steps: Sequence[Step], pages: Pages
+        self, steps: Sequence[Step], pages: Pages, span: Span
     ) -> tuple[Block | None, NonFiniteError | None]:
         """The block of these steps, up to the first whose gradient is not finite."""
         steps, error = self._finite(steps)
@@ -71,6 +75,10 @@ class Settler:
         if self._plan.accounts:
             evidence, factors, agreed = settle_factors(self.evidence(steps, pages))
             notes += self._note_failures(steps, agreed)
+            for index in self._broken if error is None else ():
+                self._book_span(index, steps, span)
+                factors[:, index] = 0.0
+                evidence[index] = replace(evidence[index], streams={})
             arrays.update(self._row_arrays(steps, evidence))
         arrays.update(self._sample_arrays(pages, arrays))
         arrays.update(_step_arrays(steps, factors))
@@ -122,9 +130,24 @@ class Settler:
         notes: list[dict[str, Any]] = []
         for index in torch.nonzero(~agreed.all(0)).flatten().tolist():
             at = int(torch.nonzero(~agreed[:, index])[0])
-            self.failed.add(index)
-            notes += self.notes_of(index, steps[at].number)
+            if index not in self._broken:
+                self.failed.add(index)
+                self._broken.add(index)
+                notes += self.notes_of(index, steps[at].number)
         return notes
+
+    def _book_span(self, index: int, steps: Sequence[Step], span: Span) -> None:
+        """Books what these steps did to a failed account as one observed change, at the last."""
+        by_row = [step for step in steps if step.probes[index] is not None]
+        for name in self._plan.accounts[index].books if by_row else ():
+            column = self._column[name]
+            for step in by_row:
+                step.states = [*step.states[:column], UNTOUCHED, *step.states[column + 1 :]]
+            last = by_row[-1]
+            before, after = span
+            later = [step.changes[name] for step in steps if name in step.changes]
+            last.changes[name] = functools.reduce(torch.sub, later, after[name] - before[name])
+            last.states = [*last.states[:column], OBSERVED, *last.states[column + 1 :]]
 
     def notes_of(self, index: int, step: int) -> list[dict[str, Any]]:
         """Why the books of an account are kept by step from here on."""

@@ -113,6 +113,10 @@ def _check_same(ledger: Ledger, plan: Plan, rule: Rule) -> None:
                 f"cannot go on with '{ledger.path}': its '{name}' has shape "
                 f"{recorded.get(name)}, the model's {given.get(name)}."
             )
+    if [book.terms for book in ledger.info.books] != [book.terms for book in plan.books]:
+        raise ModelMismatchError(
+            f"cannot go on with '{ledger.path}': its layers were of other kinds than the model's."
+        )
 
 
 def _metadata(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

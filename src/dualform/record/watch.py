@@ -37,8 +37,7 @@ class Watch:
     def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
         """Names the samples of the next forward pass."""
         ids = ids.clone() if isinstance(ids, Tensor) else list(ids)
-        if not self._named:
-            check_ids(ids)
+        check_ids(ids)
         self._named = True
         self._new_batch(ids)
 
@@ -70,7 +69,8 @@ class Watch:
     def drop(self, sources: Sequence[int]) -> None:
         """Stops watching some layers."""
         for index in sources:
-            self._handles.pop(index).remove()
+            if index in self._handles:
+                self._handles.pop(index).remove()
 
     def close(self) -> None:
         """Takes every hook off."""
@@ -85,13 +85,18 @@ class Watch:
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        if not self._named:
+        if self._named:
+            self._named_batch()
+        else:
             self._new_batch(None)
-        elif self._batch is None or self._batch.step != self.step:
+
+    def _named_batch(self) -> Batch:
+        if self._batch is None or self._batch.step != self.step:
             raise RecordingError(
                 "recorder.samples(ids) named the samples of earlier steps, but not of this one; "
                 "call it before every forward pass that trains, and validate under torch.no_grad()."
             )
+        return self._batch
 
     def _forward_hook(self, index: int, source: Source) -> Callable[..., None]:
         layer, tape = source.stream.name, self._tapes[index]
@@ -103,7 +108,7 @@ class Watch:
             if node is None or not args or not (first.requires_grad or last.requires_grad):
                 return  # a call by keyword leaves no rows: the probe will tell
             x = args[0]
-            batch = self._batch or self._new_batch(None)
+            batch = self._named_batch() if self._named else self._batch or self._new_batch(None)
             if not batch.size:
                 batch.begin(layer, x)
 
