@@ -626,3 +626,75 @@ def test_a_run_without_steps(tmp_path: Path) -> None:
     run = dualform.open(tmp_path / "run")
     assert (run.steps, run.ids, run.audit().remainder) == (0, [], 0.0)
     assert "0" in repr(run)
+
+
+class Wandering(torch.optim.Optimizer):
+    """Needs no gradients at all."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def test_an_optimizer_without_gradients(tmp_path: Path) -> None:
+    model = mlp()
+    optimizer = Wandering(model.parameters())
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(3):
+            optimizer.step()
+    audit = balanced(tmp_path / "run")
+    assert {book.granularity for book in audit.books} == {"step"}
+
+
+def test_a_layer_without_a_kind_joins_on_the_way(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), data
+    optimizer = SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(6):
+            if number == 2:
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+            step(model, optimizer, x, y)
+    balanced(tmp_path / "run")
+
+
+def test_ids_beyond_the_reach_of_floats(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    ids = [2**60 + i for i in range(12)]
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.samples(ids)
+        step(model, optimizer, x, y)
+    reading = dualform.open(tmp_path / "run").spotlight(model, x[:1]).last
+    assert sorted(reading.rows(12).ids) == ids
+
+
+def test_the_smallest_layer_and_an_empty_batch(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(4):
+            model(torch.randn(0 if number == 2 else 5, 1)).square().sum().backward()
+            model.bias.grad.mul_(3)  # no one factor explains this
+            optimizer.step()
+            optimizer.zero_grad()
+    audit = balanced(tmp_path / "run")
+    assert {book.granularity for book in audit.books} == {"step"}
+
+
+def test_stale_ids_are_noticed_in_any_layer(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
+    model, (x, y) = mlp(), data
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        recorder.samples(range(12))
+        step(model, optimizer, x, y)
+        with pytest.raises(RecordingError, match="named the samples of earlier steps"):
+            model[0](x)

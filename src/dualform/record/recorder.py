@@ -173,10 +173,8 @@ class Recorder:
 
     def _finish(self) -> None:
         try:
-            whole = (
-                self._current is None
-            )  # else a step was broken off, and the weights are no step's
-            self._hand_over(flush=True, mark="final" if whole else "")
+            broken_off = self._current is not None  # then the weights are no step's
+            self._hand_over(flush=True, mark="" if broken_off else "final")
         finally:
             self._background.close()
 
