@@ -115,7 +115,7 @@ class Audit(Shown):
 def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -> Audit:
     """Adds every book up and compares it with the weights that were kept."""
     measured = max(step for step in ledger.kept_steps if step <= until)
-    accounting = Accounting(ledger, measured)
+    accounting, latest = Accounting(ledger, measured), Accounting(ledger, until)
     kept, initial = ledger.weights(measured), ledger.weights(0)
     books = reconstruct(ledger, accounting, measured, device)
     lines = []
@@ -127,7 +127,7 @@ def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -
         remainder = float(gap / (weight.norm() if small else scale).clamp_min(1e-300))
         if measured == 0 < until:
             remainder = float("nan")
-        line = _line(ledger, Accounting(ledger, until), book, until, remainder)
+        line = _line(ledger, latest, book, until, remainder)
         changed = small and line.granularity != "frozen"
         lines.append(replace(line, reason=ROUNDING) if changed else line)
     return Audit(lines, until, measured, ledger.nbytes)

@@ -25,8 +25,8 @@ class RowColumns:
     """Step, sample and position of each row of a stream in one shard; found from its segments."""
 
     def __init__(self, shard: Commit, stream: str) -> None:
-        batches, order = shard.file.read("batches")[:, 0].sort()
-        sizes = shard.file.read("batches")[:, 1]
+        numbers, sizes = shard.file.read("batches").unbind(1)
+        batches, order = numbers.sort()
         begins = sizes.cumsum(0) - sizes
         self._shard = shard
         self._segments = shard.file.read(f"{stream}/segments")

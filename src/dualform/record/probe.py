@@ -103,7 +103,7 @@ class Evidence:
     u: Tensor
     """(steps, numbers): the probe of the gradient that was used, flat."""
     touched: Tensor
-    """(steps, 2): how many weights and biases of the account the step changed."""
+    """(steps, 2): whether the step changed weights, and biases, of the account by row."""
 
     @cached_property
     def pieces(self) -> list[tuple[int, StreamRows]]:
