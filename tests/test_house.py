@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "memory": set(),
     "ledger": set(),
     "record": {"memory", "ledger"},
-    "read": {"memory", "ledger", "record.optimizers"},
+    "read": {"memory", "ledger", "record.layers", "record.optimizers"},
     "explore": {"read", "ledger"},
     "testing": {"ledger", "record", "read"},
     "demo": EVERYTHING,

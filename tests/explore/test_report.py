@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import dualform
-from dualform.errors import ReadingError
+from dualform.errors import ReadingError, UnknownLayerError
 from dualform.explore import Query, write_report
 from dualform.explore.amounts import Scale
 from dualform.explore.figures import block_figure, label_groups, line_figure
@@ -376,8 +376,8 @@ def test_nothing_to_draw_is_explained(small: Trained, tmp_path: Path) -> None:
         write_report(small.run, strange.reading(1), tmp_path / "r.html")
     with pytest.raises(ReadingError, match="has no queries"):
         write_report(small.run, small.reading(0), tmp_path / "r.html")
-    with pytest.raises(ReadingError, match="has no training samples"):
-        write_report(empty.run, empty.reading(), tmp_path / "r.html")
+    with pytest.raises(UnknownLayerError, match="it recorded no layer by row"):
+        empty.reading()
 
 
 def test_large_figures_are_thinned() -> None:

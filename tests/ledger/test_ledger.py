@@ -26,7 +26,7 @@ from dualform.errors import (
     NotARunError,
     RunExistsError,
 )
-from dualform.ledger import Block, Ledger, LedgerWriter, RunInfo
+from dualform.ledger import Block, Ledger, LedgerWriter, RunInfo, Stream
 from dualform.ledger.tensors import CODES, TensorFile, write_tensors
 from dualform.testing import LedgerContract
 from dualform.testing.ledgers import block
@@ -293,7 +293,7 @@ def test_segments_that_claim_too_much(tmp_path: Path) -> None:
     writer.append(Block(1, 1, arrays))
     writer.close()
     with pytest.raises(CorruptError, match="the segments of 'fc' do not fit its rows"):
-        Scan(Ledger(tmp_path / "run"), "fc", 1)
+        Scan(Ledger(tmp_path / "run"), Stream("fc", (1,), (1,)), 1)
 
 
 def test_blocks_that_do_not_fit_together_become_two_shards(tmp_path: Path) -> None:
@@ -309,3 +309,15 @@ def test_blocks_that_do_not_fit_together_become_two_shards(tmp_path: Path) -> No
         (2, 2),
         (1, 5),
     ]
+
+
+def test_a_run_of_format_1(tmp_path: Path) -> None:
+    """Recorded by the version that wrote it: it still opens, balances, and knows its layers."""
+    run = dualform.open(Path(__file__).parent / "format-1")
+    assert run.layers == ["0", "2"]
+    assert run.audit().remainder < 1e-6
+    assert run.audit().coverage == 1.0
+    assert run.ids == ["ant", "bee"]
+    assert run.check() == []
+    parts = run.revisit(["ant"])["2"].check
+    assert abs(parts.remainder).max() < 1e-6

@@ -89,7 +89,7 @@ def test_contributions_equal_each_sample_s_own_gradients(trained: Trained) -> No
     """The dual form against autograd, one sample at a time; the bias taken off both sides."""
     reading, inputs = bias_free(trained, trained.x[:4])
     memory = reading.memory()
-    order = [row for chunk, _, _ in reading._rows for row in chunk.samples.tolist()]
+    order = [row for chunk, _ in reading._rows for row in chunk.samples.tolist()]
     for at in range(4):
         scores = memory.scores(inputs[at][None])[0] * memory.values[:, 1]
         summed = np.zeros(SAMPLES)
@@ -176,7 +176,7 @@ def test_keys_only_is_the_published_score(trained: Trained) -> None:
     scores = reading.keys_only()
     assert scores.title.startswith("keys only")
     memory = reading.memory()
-    order = [row for chunk, _, _ in reading._rows for row in chunk.samples.tolist()]
+    order = [row for chunk, _ in reading._rows for row in chunk.samples.tolist()]
     expected = np.zeros((SAMPLES, 2))
     np.add.at(expected, order, (memory.keys @ inputs.T).abs().numpy())
     assert abs(scores.values - expected).max() < 1e-12
@@ -260,10 +260,15 @@ def test_questions_a_run_cannot_answer(trained: Trained) -> None:
 
 def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
     model, x = nn.Linear(3, 2), torch.randn(4, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> Tensor:
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
     with dualform.record(model, optimizer, tmp_path / "run"):
-        model(x).sum().backward()
-        optimizer.step()
+        optimizer.step(closure)
     run = dualform.open(tmp_path / "run")
     with pytest.raises(ReadingError, match="no layer of this run was booked by row"):
         run.timeline(model, x)

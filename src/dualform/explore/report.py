@@ -64,9 +64,8 @@ def _check(run: Run, reading: Reading, target: Path, queries: Sequence[Query]) -
             f"write_report got {len(queries)} queries, but the reading of layer "
             f"'{reading.layer}' has {asked}; give one Query each, or none at all."
         )
-    if not asked or not source.ids:
-        missing = "training samples" if asked else "queries"
-        raise ReadingError(f"the reading has no {missing}: there is nothing to report.")
+    if not asked:
+        raise ReadingError("the reading has no queries: there is nothing to report.")
     if target.is_dir():
         raise ReadingError(f"'{target}' is a folder; give a file, such as '{target}/report.html'.")
 

@@ -1,7 +1,7 @@
 """The run folder: written crash-safe, read as far as its log vouches."""
 
 from dualform.ledger.background import Background
-from dualform.ledger.format import Book, RunInfo, Stream
+from dualform.ledger.format import Book, Declaration, RunInfo, Stream, Term
 from dualform.ledger.reader import Ledger
 from dualform.ledger.samples import Preview, Samples, SampleTable
 from dualform.ledger.writer import Block, LedgerWriter
@@ -10,6 +10,7 @@ __all__ = [
     "Background",
     "Block",
     "Book",
+    "Declaration",
     "Ledger",
     "LedgerWriter",
     "Preview",
@@ -17,4 +18,5 @@ __all__ = [
     "SampleTable",
     "Samples",
     "Stream",
+    "Term",
 ]

@@ -6,13 +6,14 @@ import json
 import math
 import os
 import zlib
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dualform.errors import CorruptError, FormatVersionError, NotARunError
 
-FORMAT = 1
+FORMAT = 2
 RUN_FILE = "run.json"
 INITIAL_FILE = "initial.safetensors"
 LOCK_FILE = "writer.lock"
@@ -20,38 +21,62 @@ LOG_FILE = "commits.jsonl"
 SAMPLES_FOLDER = "samples"
 BUFFER = "buffer:"
 """The momentum training started with is filed under this and the parameter's name."""
+STATE = "state:"
+"""What else an optimizer remembers: under this, the state's name, a colon and the parameter's."""
 ROOT = "model"
 """The stream of a model that is itself a single layer."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Where rows come from: one use of a weight, giving keys (inputs) and values (errors).
+    """Where rows come from: one way in which parameters are used, giving keys and values.
 
-    >>> Stream("fc1", keys=784, values=128)
-    Stream(name='fc1', keys=784, values=128)
+    `keys` and `values` are the shapes of one stored record; `layout` says how rows are found in
+    it where it is more than one (see FORMAT.md).
+
+    >>> Stream("fc1", keys=(784,), values=(128,)).name
+    'fc1'
     """
 
     name: str
-    keys: int
-    values: int
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Term:
+    """How a parameter is made of a stream's rows: each row adds a rank-one block to its matrix.
+
+    The forms: "outer" (value ⊗ key), "sum" (value), "scale" (value ∘ key) and "lookup" (the value,
+    at the row of the matrix that the key names). `view` says how the parameter is seen as a
+    matrix: "rows" (first dimension × the others), "swapped" (the second × the first and the
+    others), or "flat" (a single column). `at` is where the block begins.
+
+    >>> Term("outer").at
+    (0, 0)
+    """
+
+    form: str
+    view: str = "rows"
+    groups: int = 1
+    at: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
 class Book:
     """One parameter: its shape, and which streams its changes are made of.
 
-    `terms` maps a stream to its form: "outer" (values ⊗ keys, a weight) or "sum" (values, a bias).
     A book without terms is booked by step, for the `reason` given.
 
-    >>> Book("fc1.bias", (128,), "float32", {"fc1": "sum"}).name
-    'fc1.bias'
+    >>> Book("fc1.bias", (128,), "float32", {"fc1": Term("sum", "flat")}).size
+    128
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    terms: dict[str, str] = field(default_factory=dict)
+    terms: dict[str, Term] = field(default_factory=dict)
     reason: str = ""
 
     @property
@@ -61,24 +86,49 @@ class Book:
 
 
 @dataclass(frozen=True)
-class RunInfo:
-    """What `run.json` says: the streams, the books, the optimizer, and where the run came from.
+class Declaration:
+    """A stream that rows are about to be committed for, and the terms of the books it feeds.
 
-    >>> RunInfo.from_json(RunInfo(streams=(Stream("fc", 2, 3),)).to_json()).streams[0].keys
-    2
+    >>> Declaration(Stream("fc", (3,), (2,)), {"fc.weight": Term("outer")}).stream.name
+    'fc'
     """
 
-    streams: tuple[Stream, ...] = ()
+    stream: Stream
+    terms: dict[str, Term]
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Declaration:
+        """What a commit's record says of a stream."""
+        shapes = {side: tuple(data["stream"][side]) for side in ("keys", "values")}
+        stream: dict[str, Any] = {**data["stream"], **shapes}
+        terms = {book: Term(**{**t, "at": tuple(t["at"])}) for book, t in data["terms"].items()}
+        return cls(Stream(**stream), terms)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What `run.json` says of a run, with the streams its commits have declared.
+
+    >>> RunInfo.from_json(RunInfo(rule="sgd").to_json()).rule
+    'sgd'
+    """
+
     books: tuple[Book, ...] = ()
-    accounts: tuple[tuple[str, ...], ...] = ()
-    """Books that share one factor a step: usually a weight and its bias."""
     rule: str = "observed"
     fields: tuple[str, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
+    streams: tuple[Stream, ...] = ()
+    accounts: tuple[tuple[str, ...], ...] = ()
+    """In format 1, the books that each column of the factors is about; now one column a book."""
 
     def to_json(self) -> str:
-        """The text of `run.json`."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
+        """The text of `run.json`; streams and terms are declared by the commits."""
+        books = [
+            {"name": b.name, "shape": b.shape, "dtype": b.dtype, "reason": b.reason}
+            for b in self.books
+        ]
+        facts = {"rule": self.rule, "fields": self.fields, "metadata": self.metadata}
+        return json.dumps({"format": FORMAT, "books": books, **facts}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> RunInfo:
@@ -90,13 +140,50 @@ class RunInfo:
                 f"the run has format {version}, and this dualform reads formats up to {FORMAT}; "
                 "update with `pip install -U dualform`."
             )
-        data["streams"] = tuple(Stream(**stream) for stream in data["streams"])
+        if version == 1:
+            return _first_format(data)
         data["books"] = tuple(
             Book(**{**book, "shape": tuple(book["shape"])}) for book in data["books"]
         )
-        data["accounts"] = tuple(tuple(books) for books in data["accounts"])
         data["fields"] = tuple(data["fields"])
         return cls(**data)
+
+    @property
+    def declarations(self) -> tuple[Declaration, ...]:
+        """The streams again, each with its terms."""
+        return tuple(
+            Declaration(s, {b.name: b.terms[s.name] for b in self.books if s.name in b.terms})
+            for s in self.streams
+        )
+
+    def declared(self, declarations: Iterable[Declaration]) -> RunInfo:
+        """The same with these streams, each once, and their terms in the books."""
+        found = {d.stream.name: d for d in [*self.declarations, *declarations]}
+        books = [
+            replace(
+                b, terms={name: d.terms[b.name] for name, d in found.items() if b.name in d.terms}
+            )
+            for b in self.books
+        ]
+        return replace(self, books=tuple(books), streams=tuple(d.stream for d in found.values()))
+
+
+def _first_format(data: dict[str, Any]) -> RunInfo:
+    """A run description in which every stream is a linear layer and is declared from the start."""
+    forms = {"outer": Term("outer"), "sum": Term("sum", "flat")}
+    books = tuple(
+        Book(
+            **{
+                **book,
+                "shape": tuple(book["shape"]),
+                "terms": {stream: forms[form] for stream, form in book["terms"].items()},
+            }
+        )
+        for book in data["books"]
+    )
+    streams = tuple(Stream(s["name"], (s["keys"],), (s["values"],)) for s in data["streams"])
+    accounts = tuple(map(tuple, data["accounts"]))
+    return RunInfo(books, data["rule"], tuple(data["fields"]), data["metadata"], streams, accounts)
 
 
 def read_info(path: Path) -> RunInfo:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError, UnknownStepError
-from dualform.ledger.format import INITIAL_FILE, LOG_FILE, RunInfo, open_line, read_info
+from dualform.ledger.format import (
+    INITIAL_FILE,
+    LOG_FILE,
+    Declaration,
+    RunInfo,
+    open_line,
+    read_info,
+)
 from dualform.ledger.tensors import TensorFile
 
 
@@ -73,12 +80,13 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.info: RunInfo = read_info(path)
+        info = read_info(path)
         self._writers = _valid_writers(path)
         commits = [commit for writer in self._writers for commit in writer.commits]
         shards = [commit for commit in commits if commit.record["kind"] == "rows"]
         self.shards = list(itertools.takewhile(_follows(), shards))
         self._unreachable = shards[len(self.shards) :]
+        self.info: RunInfo = info.declared(self._declarations())
         kept = [commit for commit in commits if commit.record["kind"] == "weights"]
         self._weights = {commit.step: commit for commit in kept if commit.step <= self.last_step}
 
@@ -115,6 +123,20 @@ class Ledger:
         return torch.cat(parts) if parts else torch.empty(0)
 
     @property
+    def factors(self) -> Tensor:
+        """(steps, books): what the rows' gradient was multiplied with on its way."""
+        books = [book.name for book in self.info.books]
+        parts = [shard.file.read("factors") for shard in self.shards]
+        if not parts:
+            return torch.zeros(0, len(books), dtype=torch.float64)
+        found = torch.cat(parts)
+        if not self.info.accounts:
+            return found
+        account = {name: at for at, names in enumerate(self.info.accounts) for name in names}
+        by_book = [found[:, account[b]] if b in account else torch.zeros(len(found)) for b in books]
+        return torch.stack(by_book, 1)
+
+    @property
     def kept_steps(self) -> list[int]:
         """The steps whose weights were kept; 0 is the start."""
         return [0, *sorted(self._weights)]
@@ -135,6 +157,13 @@ class Ledger:
                 f"the weights of step {step} were not kept; those of {self.kept_steps} were."
             )
         return {name: file.read(name) for name in file.entries}
+
+    def _declarations(self) -> Iterator[Declaration]:
+        for shard in self.shards:
+            try:
+                yield from map(Declaration.from_json, shard.record.get("streams", ()))
+            except (KeyError, TypeError, AttributeError) as error:
+                raise CorruptError(f"the log of '{shard.path}' is senseless: {error!r}.") from error
 
     def check(self) -> Iterator[tuple[Path, str]]:
         """Reads every committed byte and yields (file, problem) for each one that is wrong."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from dualform.ledger.format import (
     LOG_FILE,
     RUN_FILE,
     SAMPLES_FOLDER,
+    Declaration,
     RunInfo,
     describe,
     read_info,
@@ -45,6 +46,8 @@ class Block:
     last: int
     arrays: dict[str, list[Tensor]]
     notes: list[dict[str, Any]] = field(default_factory=list)
+    streams: list[Declaration] = field(default_factory=list)
+    """What readers must know of streams that this writer has not declared before."""
     written: Callable[[], None] | None = None
     """Called when the arrays are on disk and their memory may be used again."""
 
@@ -128,7 +131,8 @@ class LedgerWriter:
         record = self._write(_merge(blocks))
         notes = [note for block in blocks for note in block.notes]
         span = {"first": blocks[0].first, "last": blocks[-1].last}
-        self._commit({"kind": "rows", **record, **span, "notes": notes})
+        streams = [asdict(declared) for block in blocks for declared in block.streams]
+        self._commit({"kind": "rows", **record, **span, "notes": notes, "streams": streams})
         self.committed = blocks[-1].last
         for block in blocks:
             if block.written is not None:

@@ -16,7 +16,7 @@ from dualform.ledger import Book, Ledger
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import Scan
 from dualform.read.shown import Shown, framed, pandas_frame
-from dualform.read.weights import reconstruct
+from dualform.read.weights import initial_part, reconstruct
 
 ROUNDING = "it changed by no more than rounding: the remainder is relative to the parameter"
 
@@ -115,13 +115,13 @@ class Audit(Shown):
 def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -> Audit:
     """Adds every book up and compares it with the weights that were kept."""
     measured = max(step for step in ledger.kept_steps if step <= until)
-    accounting, latest = Accounting(ledger, measured), Accounting(ledger, until)
-    kept, initial = ledger.weights(measured), ledger.weights(0)
-    books = reconstruct(ledger, accounting, measured, device)
+    accounting, latest = Accounting(ledger, measured, device), Accounting(ledger, until)
+    kept = ledger.weights(measured)
+    books = reconstruct(accounting)
     lines = []
     for book in ledger.info.books:
         weight = kept[book.name].double()
-        change = weight - accounting.of(book).initial * initial[book.name].double()
+        change = weight - initial_part(ledger, accounting, book)
         gap, scale = (weight - books[book.name]).norm(), change.norm()
         small = bool(scale <= _rounding(book, measured) * weight.norm())
         remainder = float(gap / (weight.norm() if small else scale).clamp_min(1e-300))
@@ -144,14 +144,15 @@ def _line(
     granularity = accounting.granularity(book)
     notes = [note["reason"] for note in ledger.notes if note["book"] == book.name]
     reason = (notes[0] if notes else book.reason) if "step" in granularity else ""
-    rows = sum(Scan(ledger, stream, until).rows for stream in book.terms)
+    fed = [stream for stream in ledger.info.streams if stream.name in book.terms]
+    rows = sum(Scan(ledger, stream, until).rows for stream in fed)
     return BookAudit(
         book.name, book.shape, granularity, rows, remainder, _bytes(ledger, book), reason
     )
 
 
 def _bytes(ledger: Ledger, book: Book) -> int:
-    """What the book takes on disk; a bias shares the rows of its weight and takes nothing."""
-    outer = [stream for stream, form in book.terms.items() if form == "outer"]
+    """What the book takes on disk; an offset shares the rows of its weight, if there is one."""
+    outer = [stream for stream, term in book.terms.items() if term.form != "sum"]
     arrays = [f"{stream}/{part}" for stream in outer for part in ("keys", "values")]
     return sum(ledger.array_bytes(name) for name in [*arrays, f"{book.name}/changes"])

@@ -2,62 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dualform.ledger import Book, Ledger
+from dualform.read.replay import Replay, spans_of
 from dualform.record.optimizers import (
     BY_ROW,
     OBSERVED,
     Coefficients,
     History,
+    Operator,
+    Pair,
+    ScalarRule,
+    StateRule,
     rule_named,
 )
+
+Numbers: TypeAlias = Tensor
+"""(T + 1,): the coefficient of a row by its step's number, its factor included."""
+StepCoefficients: TypeAlias = Numbers | dict[int, Operator]
+"""One number for each step, or one operator for each step of a span."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive steps, and what each of them contributes to some books."""
+
+    first: int
+    last: int
+    coefficients: dict[str, StepCoefficients]
 
 
 class Accounting:
     """The coefficients of every book, read as of step `until`."""
 
-    def __init__(self, ledger: Ledger, until: int) -> None:
-        self._ledger, self._until = ledger, until
-        self._rule = rule_named(ledger.info.rule)
+    def __init__(self, ledger: Ledger, until: int, device: torch.device | str = "cpu") -> None:
+        self.ledger, self.until, self.device = ledger, until, device
+        self.rule = rule_named(ledger.info.rule)
         self._columns = {book.name: at for at, book in enumerate(ledger.info.books)}
-        self._account = {
-            name: at for at, books in enumerate(ledger.info.accounts) for name in books
-        }
         self._known: dict[tuple[bytes, ...], Coefficients] = {}
+        self._initial: dict[str, Pair] = {}
 
     @cached_property
     def _states(self) -> NDArray[np.uint8]:
         """(T, books)."""
         empty = np.zeros((0, len(self._columns)), dtype=np.uint8)
-        column = self._ledger.column("states")
-        return column.numpy()[: self._until] if len(column) else empty
+        column = self.ledger.column("states")
+        return column.numpy()[: self.until] if len(column) else empty
 
     @cached_property
     def _factors(self) -> NDArray[np.float64]:
-        """(T, accounts)."""
-        empty = torch.zeros(0, len(self._ledger.info.accounts), dtype=torch.float64)
-        parts = [shard.file.read("factors") for shard in self._ledger.shards]
-        return torch.cat([empty, *parts]).numpy()[: self._until]
+        """(T, books)."""
+        return self.ledger.factors.numpy()[: self.until]
 
     @cached_property
     def _hyper(self) -> NDArray[np.float64]:
         """(T, books, fields): the hyper-parameters of each book's group."""
         parts = [
             _by_book(shard.file.read("hyper"), shard.file.read("groups").long())
-            for shard in self._ledger.shards
+            for shard in self.ledger.shards
         ]
-        fields = len(self._ledger.info.fields)
+        fields = len(self.ledger.info.fields)
         empty = torch.zeros(0, len(self._columns), fields, dtype=torch.float64)
-        return torch.cat([empty, *parts]).numpy()[: self._until]
+        return torch.cat([empty, *parts]).numpy()[: self.until]
 
     def states(self, book: Book) -> NDArray[np.uint8]:
         """(T,): what each step did to the book."""
         return self._states[:, self._columns[book.name]]
+
+    def factors(self, book: Book) -> NDArray[np.float64]:
+        """(T,): what the rows' sum was multiplied with before the optimizer saw it."""
+        return self._factors[:, self._columns[book.name]]
 
     def granularity(self, book: Book) -> str:
         """How the book was kept: "row", "step", "row, then step", or "frozen"."""
@@ -71,35 +94,59 @@ class Accounting:
         }
         return names[rows, steps]
 
-    def of(self, book: Book) -> Coefficients:
-        """The book's coefficients; books with the same history share them."""
-        history = self._history(book)
-        key = (history.states.tobytes(), history.hyper.tobytes(), repr(history.buffers).encode())
-        if key not in self._known:
-            self._known[key] = self._rule.coefficients(history)
-        return self._known[key]
+    def spans(self, books: Sequence[Book]) -> Iterator[Span]:
+        """The coefficients of these books' rows, span by span, from the last to the first.
 
-    def of_rows(self, book: Book) -> NDArray[np.float64]:
-        """(T + 1,): the coefficient of a row by its step's number, its factor included."""
-        steps = np.zeros(self._until + 1)
-        if book.name in self._account:
-            by_row = self.states(book) == BY_ROW
-            factors = self._factors[:, self._account[book.name]]
-            steps[1:] = np.where(by_row, self.of(book).steps * factors, 0.0)
-        return steps
+        Optimizers whose coefficients are numbers have a single span. The others are replayed.
+        """
+        if isinstance(self.rule, ScalarRule):
+            numbers = {book.name: self._numbers(self.rule, book) for book in books}
+            yield Span(1, self.until, dict(numbers))
+            return
+        assert isinstance(self.rule, StateRule)
+        spans = spans_of(self.ledger, self.until, max((book.size for book in books), default=1))
+        replays = [self._replay(self.rule, book, spans) for book in books]
+        for first, last in reversed(spans):
+            found = {r.book.name: r.back(first, last) for r in replays}
+            yield Span(first, last, dict(found))
+        for replay in replays:
+            self._initial[replay.book.name] = replay.r
 
-    def of_changes(self, book: Book) -> NDArray[np.float64]:
-        """(T + 1,): the coefficient of an observed change by its step's number."""
-        steps = np.zeros(self._until + 1)
-        steps[1:] = np.where(self.states(book) == OBSERVED, self.of(book).steps, 0.0)
-        return steps
+    def initial(self, book: Book) -> Pair:
+        """What has become of the book's first value, and of its first buffer."""
+        if isinstance(self.rule, ScalarRule):
+            found = self._of(self.rule, book)
+            return found.initial, found.buffer
+        if book.name not in self._initial:
+            for _ in self.spans([book]):
+                pass
+        return self._initial[book.name]
 
-    def _history(self, book: Book) -> History:
+    def history(self, book: Book) -> History:
+        """What happened to the book, step by step."""
         column = self._columns[book.name]
-        starts = [s for s in self._ledger.starts if s["step"] <= self._until]
+        starts = [s for s in self.ledger.starts if s["step"] <= self.until]
         buffers = {start["step"]: book.name in start.get("buffers", ()) for start in starts}
         hyper = np.ascontiguousarray(self._hyper[:, column])
-        return History(self.states(book), hyper, self._ledger.info.fields, buffers)
+        return History(self.states(book), hyper, self.ledger.info.fields, buffers)
+
+    def _of(self, rule: ScalarRule, book: Book) -> Coefficients:
+        """The book's coefficients; books with the same history share them."""
+        history = self.history(book)
+        key = (history.states.tobytes(), history.hyper.tobytes(), repr(history.buffers).encode())
+        if key not in self._known:
+            self._known[key] = rule.coefficients(history)
+        return self._known[key]
+
+    def _numbers(self, rule: ScalarRule, book: Book) -> Numbers:
+        steps = np.zeros(self.until + 1)
+        by_row = self.states(book) == BY_ROW
+        steps[1:] = np.where(by_row, self._of(rule, book).steps * self.factors(book), 0.0)
+        return torch.from_numpy(steps).to(self.device)
+
+    def _replay(self, rule: StateRule, book: Book, spans: Sequence[tuple[int, int]]) -> Replay:
+        factors = self.factors(book).tolist()
+        return Replay(self.ledger, rule, book, self.history(book), factors, spans, self.device)
 
 
 def _by_book(hyper: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger
 from dualform.ledger.samples import Label, SampleId
-from dualform.read.coefficients import Accounting
-from dualform.read.scan import Chunk, Scan
+from dualform.memory.blocks import as_matrix
+from dualform.read.coefficients import Accounting, Span
+from dualform.read.questions import functional, through
+from dualform.read.scan import Chunk, Scan, row_sides
 
 
 @dataclass(frozen=True)
@@ -32,64 +35,66 @@ class Source:
 
 
 class LayerRows:
-    """The rows behind one layer: those of its weight (all its uses, where tied) and its bias."""
+    """The rows behind one layer's parameters: all uses of them, wherever they are.
 
-    def __init__(self, source: Source, layer: str) -> None:
-        books = [book for book in source.ledger.info.books if layer in book.terms]
+    Iterating gives chunks with each row's contribution to the queries' outputs.
+    """
+
+    def __init__(self, source: Source, layer: str, keys: Tensor, directions: Tensor) -> None:
         self.source = source
-        self.weight = next(book for book in books if book.terms[layer] == "outer")
-        self.bias = next((book for book in books if book.terms[layer] == "sum"), None)
+        ledger = source.ledger
+        self.terms = {b.name: b.terms[layer] for b in ledger.info.books if layer in b.terms}
+        """The layer's own terms."""
+        self._books = [book for book in ledger.info.books if layer in book.terms]
+        units = _units(directions)
+        self._questions = {
+            book.name: functional(book, self.terms[book.name], keys, directions, units)
+            for book in self._books
+        }
 
-    def __iter__(self) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
-        """Chunks, with the coefficients of each row in the weight and in the bias."""
-        for scan, weight, bias in self._scans():
-            for chunk in scan:
-                yield chunk, weight[chunk.steps], bias[chunk.steps]
+    def applied(self, part: Callable[[Book], Tensor]) -> Tensor:
+        """(queries,): the answers of a part of each parameter, summed."""
+        return torch.stack(
+            [
+                self._questions[book.name].at(as_matrix(part(book), term.view, term.groups))
+                for book in self._books
+                for term in [self.terms[book.name]]
+            ]
+        ).sum(0)
 
-    def _scans(self) -> Iterator[tuple[Scan, Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Chunk, Tensor]]:
+        """Chunks, and the contributions (rows, queries) in the precision of the rows."""
         source = self.source
-        weight = self._coefficients(self.weight)
-        for stream in self.weight.terms:
-            biased = self.bias is not None and stream in self.bias.terms
-            bias = self._coefficients(self.bias) if biased else torch.zeros_like(weight)
-            yield Scan(source.ledger, stream, source.until, source.device), weight, bias
+        for span in source.accounting.spans(self._books):
+            for stream in source.ledger.info.streams:
+                fed = [book for book in self._books if stream.name in book.terms]
+                scan = Scan(source.ledger, stream, span.last, source.device, span.first)
+                for chunk in scan if fed else ():
+                    parts = [self._part(chunk, book, span) for book in fed]
+                    yield chunk, functools.reduce(torch.Tensor.add_, parts)
 
-    def _coefficients(self, book: Book | None) -> Tensor:
-        assert book is not None
-        return torch.from_numpy(self.source.accounting.of_rows(book)).to(self.source.device)
+    def _part(self, chunk: Chunk, book: Book, span: Span) -> Tensor:
+        term, question = book.terms[chunk.stream.name], self._questions[book.name]
+        sides, coefficients = row_sides(chunk, term), span.coefficients[book.name]
+        if isinstance(coefficients, Tensor):
+            found = question.of(sides)
+            return found.mul_(coefficients[chunk.steps].to(found)[:, None])
+        part = chunk.values.new_zeros(len(chunk.keys), len(question))
+        for step, rows in chunk.by_step():
+            if step in coefficients:
+                part[rows] = through(question, coefficients[step], term).of(sides[rows]).to(part)
+        return part
 
     def sample_index(self, chunk: Chunk) -> Tensor:
         """Each row's sample as a position in `source.ids`."""
         return torch.searchsorted(self.source.numbers.to(chunk.samples.device), chunk.samples)
 
 
-class Question:
-    """Queries and the output each is asked about: turns chunks into contributions.
-
-    A row with key x, value e and coefficients a, b contributes `(a x·q + b) (e·d)`.
-    """
-
-    def __init__(self, inputs: Tensor, directions: Tensor) -> None:
-        self._inputs, self._directions = inputs, directions
-        units = directions.argmax(1)
-        one_hot = torch.nn.functional.one_hot(units, directions.shape[1])
-        self._units = units if torch.equal(one_hot.to(directions), directions) else None
-
-    def similarity(self, chunk: Chunk) -> Tensor:
-        """(rows, queries): `x·q`."""
-        return chunk.keys @ self._inputs.to(chunk.keys).T
-
-    def contributions(self, chunk: Chunk, weight: Tensor, bias: Tensor) -> Tensor:
-        """(rows, queries), in the precision of the rows."""
-        inner = self.similarity(chunk)
-        inner.mul_(weight.to(inner)[:, None]).add_(bias.to(inner)[:, None])
-        return inner.mul_(self._along(chunk.values))
-
-    def _along(self, values: Tensor) -> Tensor:
-        """(rows, queries): `e·d`; for single units a choice of columns."""
-        if self._units is not None:
-            return values.index_select(1, self._units.to(values.device))
-        return values @ self._directions.to(values).T
+def _units(directions: Tensor) -> Tensor | None:
+    """The output each direction is, where every one is a single output."""
+    units = directions.argmax(1)
+    one_hot = torch.nn.functional.one_hot(units, directions.shape[1])
+    return units if torch.equal(one_hot.to(directions), directions) else None
 
 
 class Largest:

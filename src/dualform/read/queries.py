@@ -11,16 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import ModelMismatchError, ReadingError
-from dualform.ledger import Ledger
+from dualform.ledger import Ledger, Stream, Term
 from dualform.ledger.samples import SampleId
+from dualform.read.questions import layer_output
 from dualform.read.scan import RowColumns, widen
+from dualform.record.layers import (
+    Finder,
+    Rows,
+    Watching,
+    expand,
+    kinds,
+    shared_labels,
+    stream_name,
+)
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
 
 
 @dataclass(frozen=True)
 class LayerQueries:
-    """The inputs one layer saw, as rows, and the outputs it gave."""
+    """The inputs one layer saw, as rows, and what its parameters make of them."""
 
     names: Sequence[str]
     inputs: Tensor
@@ -29,31 +39,66 @@ class LayerQueries:
     """(queries, width of the values)."""
 
 
-def ask(model: nn.Module, x: Any, ledger: Ledger) -> dict[str, LayerQueries]:
-    """Runs the model on `x` in evaluation mode; keeps what each recorded layer saw and gave."""
-    seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    handles = []
-    modules = dict(model.named_modules())
-    for stream in ledger.info.streams:
-        module = modules.get(stream.name, model)  # a model that is one layer has another name
+def ask(
+    model: nn.Module, x: Any, ledger: Ledger, weights: Mapping[str, Tensor]
+) -> dict[str, LayerQueries]:
+    """Runs the model on `x` in evaluation mode; keeps what each recorded layer sees."""
+    seen: dict[str, list[tuple[torch.Size, Tensor]]] = {}
+    find = Finder(dict(model.named_parameters()), frozen=True)
+    known = Known(ledger)
 
-        def keep(
-            module: nn.Module, args: Any, kwargs: Any, output: Tensor, name: str = stream.name
-        ) -> None:
-            given = args[0] if args else kwargs["input"]
-            seen.setdefault(name, []).append((given.detach(), output.detach()))
+    def take(use: Any) -> None:
+        for rows in use.rows(None):
+            stream = known.stream(rows)
+            if stream is not None:
+                shape, records = _records(rows, stream)
+                seen.setdefault(stream.name, []).append((shape, expand(stream, records, None)[0]))
 
-        handles.append(module.register_forward_hook(keep, with_kwargs=True))
     training = [module for module in model.modules() if module.training]
+    hooks = shared_labels(model, find)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), Watching(find, kinds(), take):
             _call(model.eval(), x)  # asking must neither be random nor change the model
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
         for module in training:
             module.training = True
-    return {name: _queries(calls) for name, calls in seen.items()}
+    return {
+        stream.name: _queries(ledger, stream, seen[stream.name], weights)
+        for stream in ledger.info.streams
+        if stream.name in seen
+    }
+
+
+class Known:
+    """Finds the recorded stream that a use of today belongs to."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._declarations = ledger.info.declarations
+
+    def stream(self, rows: Rows) -> Stream | None:
+        """The stream of the same parameters, used in the same way."""
+        site = rows.site
+        for declared in self._declarations:
+            stream = declared.stream
+            base = stream.name.partition("@")[0].partition("[")[0]
+            same = declared.terms == dict(site.terms) and stream.layout == dict(site.layout)
+            if same and base == stream_name(site.label):
+                shape = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
+                if not stream.layout or stream.keys == shape:
+                    return stream
+        return None
+
+
+def _records(rows: Rows, stream: Stream) -> tuple[torch.Size, Tensor]:
+    """The dimensions before the records, samples first, and the records."""
+    keys, dims = rows.keys.detach().cpu(), rows.site.key_dims
+    lead = keys.shape[: keys.ndim - dims]
+    if rows.site.axis == 1 and len(lead) > 1:
+        keys = keys.transpose(0, 1)
+        lead = keys.shape[: keys.ndim - dims]
+    return lead, keys.reshape(math.prod(lead), math.prod(stream.keys))
 
 
 def _call(model: nn.Module, x: Any) -> Any:
@@ -62,22 +107,29 @@ def _call(model: nn.Module, x: Any) -> Any:
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
-def _queries(calls: list[tuple[Tensor, Tensor]]) -> LayerQueries:
+def _queries(
+    ledger: Ledger,
+    stream: Stream,
+    calls: list[tuple[torch.Size, Tensor]],
+    weights: Mapping[str, Tensor],
+) -> LayerQueries:
     """All rows of all calls; named by sample, and by position and call where there are several."""
     names: list[str] = []
-    for call, (given, _) in enumerate(calls):
-        leading = given.shape[:-1]
+    for call, (lead, rows) in enumerate(calls):
         suffix = f" (call {call + 1})" if len(calls) > 1 else ""
-        positions = math.prod(leading[1:]) if len(leading) > 1 else 1
-        count = leading[0] if leading else 1
+        count = lead[0] if lead else 1
+        places = len(rows) // max(1, count)
         names += [
-            (f"{sample}[{at}]" if positions > 1 else f"{sample}") + suffix
+            (f"{sample}[{at}]" if places > 1 else f"{sample}") + suffix
             for sample in range(count)
-            for at in range(positions)
+            for at in range(places)
         ]
-    inputs = torch.cat([given.reshape(-1, given.shape[-1]) for given, _ in calls])
-    outputs = torch.cat([output.reshape(-1, output.shape[-1]) for _, output in calls])
-    return LayerQueries(names, inputs.cpu(), outputs.cpu())
+    inputs = torch.cat([rows for _, rows in calls])
+    return LayerQueries(names, inputs, layer_output(_terms(ledger, stream), weights, inputs))
+
+
+def _terms(ledger: Ledger, stream: Stream) -> dict[str, Term]:
+    return {b.name: b.terms[stream.name] for b in ledger.info.books if stream.name in b.terms}
 
 
 def last_seen(
@@ -90,35 +142,32 @@ def last_seen(
     """What each layer saw of some samples the last time it saw them, and what it would give now."""
     found = {}
     for stream in ledger.info.streams:
-        rows = [_latest(ledger, stream.name, int(number), until) for number in numbers]
-        inputs = torch.cat(rows) if rows else torch.zeros(0, stream.keys)
+        rows = [_latest(ledger, stream, int(number), until) for number in numbers]
+        inputs = torch.cat(rows) if rows else torch.zeros(0, math.prod(stream.keys))
         labels = [
             f"{name}[{at}]" if len(keys) > 1 else f"{name}"
             for name, keys in zip(names, rows, strict=True)
             for at in range(len(keys))
         ]
-        books = [book for book in ledger.info.books if stream.name in book.terms]
-        weight = next(book.name for book in books if book.terms[stream.name] == "outer")
-        outputs = inputs.double() @ weights[weight].double().T
-        for book in books:
-            if book.terms[stream.name] == "sum":
-                outputs = outputs + weights[book.name].double()
+        outputs = layer_output(_terms(ledger, stream), weights, inputs)
         found[stream.name] = LayerQueries(labels, inputs, outputs)
     return found
 
 
-def _latest(ledger: Ledger, stream: str, number: int, until: int) -> Tensor:
+def _latest(ledger: Ledger, stream: Stream, number: int, until: int) -> Tensor:
     """(positions, width): the keys of a sample's last visit."""
+    name = f"{stream.name}/keys"
     for shard in reversed(ledger.shards):
-        if f"{stream}/keys" not in shard.file or shard.record["first"] > until:
+        if name not in shard.file or shard.record["first"] > until:
             continue
-        columns = RowColumns(shard, stream)
+        columns = RowColumns(shard, stream.name)
         steps, samples = columns.steps, columns.samples
         mine = torch.nonzero((samples == number) & (steps <= until)).flatten()
         if len(mine):
-            rows = mine[steps[mine] == steps[mine].max()].tolist()
-            return widen(torch.cat([shard.file.read(f"{stream}/keys", r, r + 1) for r in rows]))
-    return torch.zeros(0, next(s.keys for s in ledger.info.streams if s.name == stream))
+            records = mine[steps[mine] == steps[mine].max()].tolist()
+            kept = widen(torch.cat([shard.file.read(name, r, r + 1) for r in records]))
+            return expand(stream, kept, None)[0]
+    return expand(stream, torch.zeros(0, math.prod(stream.keys)), None)[0]
 
 
 def directions(queries: LayerQueries, output: Outputs) -> tuple[Tensor, list[str]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dualform.errors import ReadingError, UnknownSampleError, UnknownStepError
 from dualform.ledger import Ledger, Samples
-from dualform.ledger.format import BUFFER, RunInfo
+from dualform.ledger.format import BUFFER, STATE, RunInfo
 from dualform.ledger.samples import SampleId, decode_ids
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
@@ -127,7 +127,8 @@ class Run(Shown):
                 token is one), or a direction for each; by default the unit with most output.
         """
         check_model(model, self._weights, self._ledger, self.steps)
-        return Spotlight(ask(model, x, self._ledger), output, self._source)
+        asked = ask(model, x, self._ledger, self._weights)
+        return Spotlight(asked, output, self._source)
 
     def revisit(self, ids: Sequence[SampleId], output: Outputs = None) -> Spotlight:
         """Like `spotlight`, for training samples as each layer last saw them; needs no model."""
@@ -161,10 +162,7 @@ class Run(Shown):
         have led to. The result is a model of its own, which this run cannot be asked about.
         """
         numbers = self._numbers(ids)
-        books, until = self.info.books, self.steps
-        parts = row_parts(
-            self._ledger, self._accounting, books, until, numbers, device=self._device
-        )
+        parts = row_parts(self._accounting, self.info.books, numbers)
         weights = dict(self._weights)
         for name, part in parts.items():
             weights[name] = (weights[name].double() - part).to(weights[name].dtype)
@@ -186,15 +184,16 @@ class Run(Shown):
 
     @cached_property
     def _accounting(self) -> Accounting:
-        return Accounting(self._ledger, self.steps)
+        return Accounting(self._ledger, self.steps, self._device)
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
         """Parameters and buffers after this step; what was not kept is added up."""
         kept = max(self.kept_steps)
-        weights = {n: w for n, w in self._ledger.weights(kept).items() if not n.startswith(BUFFER)}
+        kept_now = self._ledger.weights(kept).items()
+        weights = {name: w for name, w in kept_now if not name.startswith((BUFFER, STATE))}
         if kept != self.steps:
-            books = reconstruct(self._ledger, self._accounting, self.steps, self._device)
+            books = reconstruct(self._accounting)
             weights.update({name: book.to(weights[name].dtype) for name, book in books.items()})
         return weights
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from rich.progress import Progress, TaskID
 from torch import Tensor
 
 from dualform.errors import CorruptError
-from dualform.ledger import Ledger
+from dualform.ledger import Ledger, Stream, Term
 from dualform.ledger.reader import Commit
+from dualform.memory.blocks import Sides
+from dualform.record.layers import expand, positions
 
 CHUNK_BYTES = 16 << 20
 PATIENCE = 1.0
@@ -22,7 +25,7 @@ PATIENCE = 1.0
 
 
 class RowColumns:
-    """Step, sample and position of each row of a stream in one shard; found from its segments."""
+    """Step, sample and position of each record of a stream in one shard; from its segments."""
 
     def __init__(self, shard: Commit, stream: str) -> None:
         numbers, sizes = shard.file.read("batches").unbind(1)
@@ -35,9 +38,11 @@ class RowColumns:
         if int(self._counts.sum()) != shard.file.rows(f"{stream}/keys"):
             raise CorruptError(f"'{shard.path}': the segments of '{stream}' do not fit its rows.")
 
-    def count(self, until: int) -> int:
-        """How many rows belong to steps up to `until`; they come first."""
-        return int(self._counts[self._segments[:, 0] <= until].sum())
+    def between(self, first: int, last: int) -> tuple[int, int]:
+        """Which records belong to these steps; they stand in the order of steps."""
+        steps = self._segments[:, 0]
+        start = int(self._counts[steps < first].sum())
+        return start, start + int(self._counts[(steps >= first) & (steps <= last)].sum())
 
     @cached_property
     def steps(self) -> Tensor:
@@ -70,10 +75,12 @@ class RowColumns:
 class Chunk:
     """Some consecutive rows of a stream; keys and values are valid until the next chunk."""
 
+    stream: Stream
     keys: Tensor
     values: Tensor
     columns: RowColumns
     start: int
+    """The first record; a record has one row, or as many as its layout has positions."""
 
     @cached_property
     def steps(self) -> Tensor:
@@ -88,56 +95,94 @@ class Chunk:
     @cached_property
     def positions(self) -> Tensor:
         """(rows,): which of its sample's rows it is."""
-        return self._of(self.columns.positions)
+        within = torch.arange(len(self.keys), device=self.keys.device) % self._each
+        return self._of(self.columns.positions) * self._each + within
+
+    def by_step(self) -> Iterator[tuple[int, slice]]:
+        """Each step's number, and its rows."""
+        steps, counts = torch.unique_consecutive(self.steps, return_counts=True)
+        begin = 0
+        for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
+            yield step, slice(begin, begin + count)
+            begin += count
+
+    @cached_property
+    def _each(self) -> int:
+        return positions(self.stream)
 
     def _of(self, column: Tensor) -> Tensor:
-        return column[self.start : self.start + len(self.keys)].to(self.keys.device)
+        part = column[self.start : self.start + len(self.keys) // self._each].to(self.keys.device)
+        return part if self._each == 1 else part.repeat_interleave(self._each)
+
+
+def row_sides(chunk: Chunk, term: Term) -> Sides:
+    """A chunk's rows as the blocks they add to a parameter."""
+    return Sides.of(term.form, chunk.keys, chunk.values, term.groups, term.at)
 
 
 class Scan:
-    """The rows of one stream up to a step, chunk by chunk.
+    """The rows of one stream from one step to another, chunk by chunk.
 
     Shards are mapped; the system reads ahead, and chunks behind are let go, so that memory stays
     the same however long the run is.
     """
 
     def __init__(
-        self, ledger: Ledger, stream: str, until: int, device: torch.device | str = "cpu"
+        self,
+        ledger: Ledger,
+        stream: Stream,
+        until: int,
+        device: torch.device | str = "cpu",
+        first: int = 1,
     ) -> None:
-        self._stream, self._until = stream, until
+        self._stream, self._first, self._until = stream, first, until
         self._device = torch.device(device)
-        self._names = (f"{stream}/keys", f"{stream}/values")
+        self._names = (f"{stream.name}/keys", f"{stream.name}/values")
         self._shards = [
-            (shard, columns)
+            (shard, columns, columns.between(first, until))
             for shard in ledger.shards
-            if self._names[0] in shard.file and (columns := RowColumns(shard, stream)).count(until)
+            if shard.record["first"] <= until and shard.record["last"] >= first
+            if self._names[0] in shard.file
+            for columns in [RowColumns(shard, stream.name)]
         ]
-        self.rows = sum(columns.count(until) for _, columns in self._shards)
-        """How many rows there are up to the step."""
+        self.records = sum(stop - start for _, _, (start, stop) in self._shards)
+        self.rows = self.records * positions(stream)
+        """How many rows there are between the steps."""
 
     def __iter__(self) -> Iterator[Chunk]:
-        with _LateProgress(self._stream, self.rows) as progress:
-            for shard, columns in self._shards:
-                for chunk in self._chunks(shard, columns):
+        with _LateProgress(self._stream.name, self.rows) as progress:
+            for shard, columns, (start, stop) in self._shards:
+                for chunk in self._chunks(shard, columns, start, stop):
                     yield chunk
                     progress.advance(len(chunk.keys))
 
-    def _chunks(self, shard: Commit, columns: RowColumns) -> Iterator[Chunk]:
-        width = sum(shard.file.entries[name].row_bytes for name in self._names)
-        rows, count = max(1, CHUNK_BYTES // max(1, width)), columns.count(self._until)
+    def _chunks(self, shard: Commit, columns: RowColumns, begin: int, end: int) -> Iterator[Chunk]:
+        records = max(1, CHUNK_BYTES // self._record_bytes(shard))
         file = shard.file.mapped()
-        for start in range(0, count, rows):
-            stop = min(start + rows, count)
+        for start in range(begin, end, records):
+            stop = min(start + records, end)
             keys, values = (
                 widen(file.rows(name, start, stop)).to(self._device) for name in self._names
             )
-            yield Chunk(keys, values, columns, start)
+            rows, errors = expand(self._stream, keys, values)
+            assert errors is not None
+            yield Chunk(self._stream, rows, errors, columns, start)
             for name in self._names:
                 file.let_go(name, start, stop)
 
+    def _record_bytes(self, shard: Commit) -> int:
+        """What a record takes once it is expanded."""
+        width = sum(shard.file.entries[name].row_bytes for name in self._names)
+        if self._stream.layout:
+            patch = self._stream.keys[0] * math.prod(self._stream.layout["kernel"])
+            width += 4 * patch * positions(self._stream)
+        return max(1, width)
+
 
 def widen(rows: Tensor) -> Tensor:
-    """16-bit rows as float32; wider ones as they are."""
+    """16-bit rows as float32; wider ones, and places in tables, as they are."""
+    if not rows.is_floating_point():
+        return rows.long()
     return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from dualform.errors import ReadingError, UnknownLayerError
 from dualform.ledger import Book
 from dualform.memory import Memory
-from dualform.read.contributions import Largest, LayerRows, Question, Source
+from dualform.read.contributions import Largest, LayerRows, Source
 from dualform.read.queries import LayerQueries, Outputs, directions
+from dualform.read.scan import Chunk, Scan
 from dualform.read.scores import Array, Check, Groups, Ranked, Ranking, Scores
 from dualform.read.shown import Shown, framed, signed
 from dualform.read.timeline import Timeline, epochs
@@ -130,8 +131,8 @@ class Reading(Shown):
     def keys_only(self) -> Scores:
         """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""
         sums = self._zeros(len(self.source.ids))
-        for chunk, _, _ in self._rows:
-            similarity = self._question.similarity(chunk).abs_()
+        for chunk in self._own_rows("keys_only compares"):
+            similarity = (chunk.keys @ self.queries.inputs.to(chunk.keys).T).abs_()
             sums.index_add_(0, self._rows.sample_index(chunk), similarity.double())
         return replace(self._scores(sums.cpu().numpy(), "keys only |x·q|"), check=None)
 
@@ -140,8 +141,7 @@ class Reading(Shown):
         if k < 1:
             raise ReadingError(f"k={k}: ask for at least one row.")
         largest = Largest(k, len(self.names))
-        for chunk, weight, bias in self._rows:
-            contributions = self._question.contributions(chunk, weight, bias)
+        for chunk, contributions in self._rows:
             largest.add(contributions, chunk, self._rows.sample_index(chunk))
         return Ranking([self._ranked(*row) for row in largest.result().tolist()], "rows")
 
@@ -150,7 +150,11 @@ class Reading(Shown):
 
         Loads every row. The values carry their coefficients; the bias is not part of it.
         """
-        rows = [(c.keys.clone(), c.values * a.to(c.values)[:, None]) for c, a, _ in self._rows]
+        coefficients = self._numbers()
+        rows = [
+            (c.keys.clone(), c.values * coefficients[c.steps].to(c.values)[:, None])
+            for c in self._own_rows("memory() holds")
+        ]
         none = (self.queries.inputs[:0], self.queries.outputs[:0])
         keys, values = zip(*(rows or [none]), strict=True)
         return Memory(torch.cat(keys), torch.cat(values))
@@ -179,10 +183,10 @@ class Reading(Shown):
     def check(self) -> Check:
         """initial + evidence + booked by step + remainder = total."""
         ledger, accounting, until = self.source.ledger, self.source.accounting, self.source.until
-        initial = self._applied(lambda book: initial_part(ledger, accounting, book))
-        steps = self._applied(lambda book: step_part(ledger, accounting, book, until))
-        total = self._applied(lambda book: self.source.weights[book.name].double())
         evidence = self._sums[0].sum(0)
+        initial = self._applied(lambda book: initial_part(ledger, accounting, book))
+        steps = self._applied(lambda book: step_part(ledger, book, until))
+        total = self._applied(lambda book: self.source.weights[book.name].double())
         return Check(initial, evidence, steps, total - initial - steps - evidence, total)
 
     def __rich__(self) -> Group:
@@ -197,32 +201,54 @@ class Reading(Shown):
 
     @cached_property
     def _rows(self) -> LayerRows:
-        return LayerRows(self.source, self.layer)
-
-    @cached_property
-    def _question(self) -> Question:
-        return Question(self.queries.inputs, self.directions)
+        return LayerRows(self.source, self.layer, self.queries.inputs, self.directions)
 
     @cached_property
     def _sums(self) -> tuple[Array, Array]:
         """Contributions by sample (samples, queries) and by step (1 + steps, queries)."""
         samples, steps = self._zeros(len(self.source.ids)), self._zeros(self.source.until + 1)
-        for chunk, weight, bias in self._rows:
-            contributions = self._question.contributions(chunk, weight, bias).double()
+        for chunk, found in self._rows:
+            contributions = found.double()
             samples.index_add_(0, self._rows.sample_index(chunk), contributions)
             steps.index_add_(0, chunk.steps, contributions)
         return samples.cpu().numpy(), steps.cpu().numpy()
+
+    def _own_rows(self, what: str) -> Iterator[Chunk]:
+        """The rows of a matrix product; for others, keys are not vectors to compare."""
+        ledger = self.source.ledger
+        forms = [term.form for term in self._rows.terms.values()]
+        if "outer" not in forms:
+            raise ReadingError(f"{what} the inputs of matrix products; '{self.layer}' is none.")
+        for stream in ledger.info.streams:
+            if any(
+                stream.name in book.terms and book.terms[stream.name].form == "outer"
+                for book in ledger.info.books
+                if book.name in self._rows.terms
+            ):
+                yield from Scan(ledger, stream, self.source.until, self.source.device)
+
+    def _numbers(self) -> Tensor:
+        """The coefficients of the weight's rows, where they are numbers."""
+        ledger, terms = self.source.ledger, self._rows.terms
+        weight = next(
+            b for b in ledger.info.books if b.name in terms and terms[b.name].form == "outer"
+        )
+        span = next(iter(self.source.accounting.spans([weight])))
+        found = span.coefficients[weight.name]
+        if not isinstance(found, Tensor) or terms[weight.name].groups > 1:
+            raise ReadingError(
+                f"memory() needs one number for each row; '{self.layer}' has "
+                f"{'groups' if isinstance(found, Tensor) else 'one a weight'}; use samples()."
+            )
+        return found
 
     def _zeros(self, count: int) -> Tensor:
         device = self.source.device
         return torch.zeros(count, len(self.names), dtype=torch.float64, device=device)
 
     def _applied(self, part: Callable[[Book], Tensor]) -> Array:
-        """(queries,): a part of the weight and of the bias, applied to the queries."""
-        output = self.queries.inputs.double() @ part(self._rows.weight).T
-        if self._rows.bias is not None:
-            output = output + part(self._rows.bias)
-        applied: Array = (output * self.directions).sum(1).numpy()
+        """(queries,): a part of the layer's parameters, applied to the queries."""
+        applied: Array = self._rows.applied(part).numpy()
         return applied
 
     def _scores(self, values: Array, title: str) -> Scores:

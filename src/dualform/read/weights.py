@@ -7,72 +7,89 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dualform.ledger import Book, Ledger
+from dualform.ledger import Book, Ledger, Term
 from dualform.ledger.format import BUFFER
-from dualform.read.coefficients import Accounting
-from dualform.read.scan import Scan
+from dualform.memory.blocks import Sides, as_matrix, from_matrix
+from dualform.read.coefficients import Accounting, StepCoefficients
+from dualform.read.scan import Chunk, Scan, row_sides
+from dualform.record.optimizers import apply
 
 
 def initial_part(ledger: Ledger, accounting: Accounting, book: Book) -> Tensor:
-    """`c0 · W_0` (and the momentum training started with), in float64."""
-    initial, coefficients = ledger.weights(0), accounting.of(book)
-    part = coefficients.initial * initial[book.name].double()
-    if BUFFER + book.name in initial:
-        part = part + coefficients.buffer * initial[BUFFER + book.name].double()
-    return part
+    """`c0 · W_0` (and the buffer training started with), in float64."""
+    kept = ledger.weights(0)
+    on_W, on_b = accounting.initial(book)
+    part = apply(on_W, kept[book.name].double())
+    if BUFFER + book.name in kept:
+        part = part + apply(on_b, kept[BUFFER + book.name].double())
+    return part.cpu()
 
 
-def step_part(ledger: Ledger, accounting: Accounting, book: Book, until: int) -> Tensor:
+def step_part(ledger: Ledger, book: Book, until: int) -> Tensor:
     """The sum of the changes that were booked by step, in float64."""
     total = torch.zeros(book.shape, dtype=torch.float64)
-    coefficients = torch.from_numpy(accounting.of_changes(book))
     for shard in ledger.shards:
         if f"{book.name}/changes" in shard.file:
             steps = shard.file.read(f"{book.name}/change_steps")
             for at in torch.nonzero(steps <= until).flatten().tolist():
-                change = shard.file.read(f"{book.name}/changes", at, at + 1)[0]
-                total += coefficients[steps[at]] * change.double()
+                total += shard.file.read(f"{book.name}/changes", at, at + 1)[0].double()
     return total
 
 
 def row_parts(
-    ledger: Ledger,
-    accounting: Accounting,
-    books: Sequence[Book],
-    until: int,
-    samples: Tensor | None = None,
-    device: torch.device | str = "cpu",
+    accounting: Accounting, books: Sequence[Book], samples: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """`Σ a e xᵀ` over the rows of each book (of some samples only, if given), in float64."""
-    parts = {book.name: torch.zeros(book.shape, dtype=torch.float64) for book in books}
-    coefficients = {book.name: torch.from_numpy(accounting.of_rows(book)) for book in books}
-    for stream in ledger.info.streams:
-        fed = [book for book in books if stream.name in book.terms]
-        if not fed:
-            continue
-        for chunk in Scan(ledger, stream.name, until, device):
-            keys, values, steps = chunk.keys, chunk.values, chunk.steps
-            if samples is not None:
-                chosen = torch.isin(chunk.samples, samples.to(chunk.samples.device))
-                keys, values, steps = keys[chosen], values[chosen], steps[chosen]
-            for book in fed:
-                factors = coefficients[book.name].to(steps.device)[steps]
-                scaled = values.double() * factors[:, None]
-                outer = book.terms[stream.name] == "outer"
-                part = scaled.T @ keys.double() if outer else scaled.sum(0)
-                parts[book.name] += part.cpu()
-    return parts
+    """What the rows of each book add up to (of some samples only, if given), in float64."""
+    return {book.name: _row_part(accounting, book, samples) for book in books}
 
 
-def reconstruct(
-    ledger: Ledger, accounting: Accounting, until: int, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """Every parameter as the books add up to it after step `until`, in float64."""
-    books = ledger.info.books
-    rows = row_parts(ledger, accounting, books, until, device=device)
+def _row_part(accounting: Accounting, book: Book, samples: Tensor | None) -> Tensor:
+    ledger, device = accounting.ledger, accounting.device
+    total = torch.zeros(book.shape, dtype=torch.float64, device=device)
+    for span in accounting.spans([book]) if book.terms else ():
+        for stream in ledger.info.streams:
+            if stream.name in book.terms:
+                term = book.terms[stream.name]
+                for chunk in Scan(ledger, stream, span.last, device, span.first):
+                    chosen = _chosen(chunk, samples)
+                    total += _chunk_part(book, term, chunk, chosen, span.coefficients[book.name])
+    return total.cpu()
+
+
+def _chosen(chunk: Chunk, samples: Tensor | None) -> Tensor:
+    """(rows,): 1 for the rows that count, 0 for the others, in float64."""
+    if samples is None:
+        return torch.ones(len(chunk.keys), dtype=torch.float64, device=chunk.keys.device)
+    return torch.isin(chunk.samples, samples.to(chunk.samples.device)).double()
+
+
+def _chunk_part(
+    book: Book, term: Term, chunk: Chunk, chosen: Tensor, coefficients: StepCoefficients
+) -> Tensor:
+    sides = row_sides(chunk, term)
+    if isinstance(coefficients, Tensor):
+        return _total(book, term, sides, chosen * coefficients[chunk.steps])
+    part = torch.zeros(book.shape, dtype=torch.float64, device=chunk.keys.device)
+    for step, rows in chunk.by_step():
+        if step in coefficients:
+            gradient = _total(book, term, sides[rows], chosen[rows])
+            part += apply(coefficients[step], gradient)
+    return part
+
+
+def _total(book: Book, term: Term, sides: Sides, coefficients: Tensor) -> Tensor:
+    shape = as_matrix(torch.empty(book.shape, device="meta"), term.view, term.groups).shape
+    total = sides.total(coefficients, tuple(shape))
+    return from_matrix(total, book.shape, term.view, term.groups)
+
+
+def reconstruct(accounting: Accounting) -> dict[str, Tensor]:
+    """Every parameter as the books add up to it, in float64."""
+    ledger, books = accounting.ledger, accounting.ledger.info.books
+    rows = row_parts(accounting, books)
     return {
-        book.name: initial_part(ledger, accounting, book)
-        + step_part(ledger, accounting, book, until)
-        + rows[book.name]
+        book.name: rows[book.name]
+        + initial_part(ledger, accounting, book)
+        + step_part(ledger, book, accounting.until)
         for book in books
     }

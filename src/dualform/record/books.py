@@ -2,62 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dualform.ledger import Term
+from dualform.memory.blocks import as_matrix
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
-from dualform.record.plan import Account, Plan
-from dualform.record.probe import settle_factors
-from dualform.record.settle import Pages, Settler, Span, Step
+from dualform.record.plan import Plan, reason_of
+from dualform.record.probe import Look
+from dualform.record.settle import Span, Step
 
-PROBED_OUTPUTS = 128
-"""Wider layers are probed at so many neighboring outputs, others after each parcel."""
+PROBED_ROWS = 128
+"""Higher matrices are probed at so many neighboring rows, others after each parcel."""
 PROBE_NUMBERS = 32
-"""A probe of fewer numbers could agree by accident: narrow layers get several vectors."""
+"""A probe of fewer numbers could agree by accident: narrow matrices get several vectors."""
 
 
 class Books:
     """Looks at gradients before a step, and at the parameters kept by step after it."""
 
-    def __init__(self, plan: Plan, rule: Rule, optimizer: Optimizer) -> None:
-        self._plan, self._rule, self._optimizer = plan, rule, optimizer
+    def __init__(self, model: nn.Module, plan: Plan, rule: Rule, optimizer: Optimizer) -> None:
+        self._model, self._plan, self._rule, self._optimizer = model, plan, rule, optimizer
         self._parameters = list(plan.parameters.values())
-        self._before: dict[str, Tensor] = {}
-        self._by_row = set(range(len(plan.accounts)))
-        self.unverified = set(self._by_row)
-        """Accounts whose rows have not been held against a gradient yet."""
-        generator = torch.Generator().manual_seed(0)  # its own: the user's stays untouched
-        self.vectors = [self._vector(account, generator) for account in plan.accounts]
+        self._names = list(plan.parameters)
+        self._columns = {name: at for at, name in enumerate(self._names)}
+        self._terms: dict[str, Term] = {}
+        """The books that rows are known of, each with one of its terms."""
+        self._by_step: set[str] = set() if rule.fields else set(self._names)
+        self.unverified: set[str] = set()
+        """Books whose rows have not been held against a gradient yet."""
+        self._after: dict[str, Tensor] = {}
         self._span_start: dict[str, Tensor] = {}
-        self.span()
+        self._vectors: dict[str, Tensor | None] = {}
+        self._last_names: tuple[str, ...] = ()
         self._turn = 0
-        self.look_elsewhere()
+        self._looks: dict[str, Look] = {}
+        self.span()
         self._regroup()
 
-    def look_elsewhere(self) -> None:
-        """Moves the probes of wide layers to other outputs."""
-        self._turn += 1
-        self._outputs = []
-        for account in self._plan.accounts:
-            width = self._plan.sources[account.sources[0]].stream.values
-            first = min(self._turn * PROBED_OUTPUTS % width, max(0, width - PROBED_OUTPUTS))
-            self._outputs.append(slice(first, first + PROBED_OUTPUTS))
+    @property
+    def vouched(self) -> list[str]:
+        """The books that are kept by row now."""
+        return [name for name in self._terms if name not in self._by_step]
 
-    def by_step(self, accounts: set[int]) -> list[int]:
-        """Keeps these accounts by step from now on; returns the sources nobody needs any more."""
-        accounts = accounts & self._by_row
-        self._by_row -= accounts
-        self.unverified -= accounts
+    def discover(self, terms: Mapping[str, Term]) -> None:
+        """Books that rows have been seen of for the first time."""
+        for name, term in terms.items():
+            if name not in self._terms:
+                self._terms[name] = term
+                if name not in self._by_step:
+                    self.unverified.add(name)
         self._arrange()
-        return [source for index in accounts for source in self._plan.accounts[index].sources]
+
+    def look_elsewhere(self) -> None:
+        """Moves the probes of high matrices to other rows."""
+        self._turn += 1
+        self._looks = {name: self._look(name) for name in self._looks}
+
+    def keep_by_step(self, names: set[str]) -> None:
+        """Keeps these books by step from now on."""
+        self._by_step |= names
+        self.unverified -= names
+        self._arrange()
 
     def span(self) -> Span:
         """The parameters kept by row, as they were at the last call and as they are now."""
         before = self._span_start
-        by_row = {name for at in self._by_row for name in self._plan.accounts[at].books}
+        by_row = {name for name in self._names if name not in self._by_step}
         now = {n: self._plan.parameters[n].detach().clone() for n in by_row.union(before)}
         self._span_start = {name: now[name] for name in by_row}
         return before, now
@@ -66,67 +80,141 @@ class Books:
         """Keeps the parameters that are booked by step as they are before the step."""
         if len(self._optimizer.param_groups) != self._group_count:
             self._regroup()
-        self._before = {
-            name: self._plan.parameters[name].detach().clone()
-            for name, column in self._observed.items()
-            if self._states[column]
-        }
+        for name in self._by_step:
+            if name not in self._after and self._groups[self._columns[name]] >= 0:
+                self._after[name] = self._plan.parameters[name].detach().clone()
 
     def observe(self, number: int) -> Step:
         """What the optimizer is about to do, before it does it."""
         hyper = [self._rule.hyper(group) for group in self._optimizer.param_groups]
-        states, probes = self._states_and_probes()
-        return Step(number, probes, self._outputs, hyper, self._groups, states)
+        notes = self._give_up(number)
+        states, gradients = self._touch()
+        step = Step(number, hyper, self._groups, states, looks=self._looks, notes=notes)
+        if gradients:
+            self._probe(step, gradients)
+        return step
 
     def changes(self, states: Sequence[int]) -> dict[str, Tensor]:
-        """What the step did to the parameters that are kept by step."""
-        now = self._plan.parameters
-        return {
-            name: now[name].detach() - before
-            for name, before in self._before.items()
-            if states[self._observed[name]]
+        """What the step did to the parameters that are kept by step.
+
+        Counted from the step before, so that what happened in between is not lost.
+        """
+        changed = {}
+        for name, before in self._after.items():
+            if states[self._columns[name]] == OBSERVED:
+                now = self._plan.parameters[name].detach().clone()
+                changed[name], self._after[name] = now - before, now
+        return changed
+
+    def _give_up(self, number: int) -> list[dict[str, object]]:
+        """Books that have a gradient, and no rows that could explain it: by step from here on."""
+        lost = {
+            name
+            for name in self._names
+            if name not in self._terms
+            and name not in self._by_step
+            and self._groups[self._columns[name]] >= 0
+            and self._plan.parameters[name].grad is not None
         }
+        if not lost:
+            return []
+        self.keep_by_step(lost)
+        self.hold()
+        return [
+            {"step": number, "book": name, "reason": reason_of(self._model, name)}
+            for name in self._names
+            if name in lost
+        ]
 
-    def verify(self, settler: Settler, step: Step, pages: Pages) -> set[int]:
-        """Holds accounts that are new against their gradient; returns those that fail."""
-        probes = [probe is not None and bool(probe.isfinite().all()) for probe in step.probes]
-        seen = {index for index in self.unverified if probes[index]}
-        if not seen:
-            return set()
-        _, _, agreed = settle_factors(settler.evidence([step], pages))
-        self.unverified -= seen
-        return {index for index in seen if not agreed[0, index]}
+    def _touch(self) -> tuple[list[int], dict[str, Tensor]]:
+        """How the step will touch each book, and the gradients of those kept by row."""
+        skipped = getattr(self._optimizer, "found_inf", None)  # a scaler's word to fused optimizers
+        if skipped is not None and bool(skipped):
+            return [UNTOUCHED] * len(self._names), {}
+        states, gradients = self._states, {}
+        for name, at, parameter in self._probed:
+            gradient = parameter.grad
+            if gradient is None:
+                states = [*states[:at], UNTOUCHED, *states[at + 1 :]]
+            else:
+                gradients[name] = gradient
+        if self._rule.fields:
+            for at, parameter in self._observed:
+                if parameter.grad is None:
+                    states = [*states[:at], UNTOUCHED, *states[at + 1 :]]
+        return states, gradients
 
-    def _vector(self, account: Account, generator: torch.Generator) -> Tensor:
-        """(inputs, vectors): what the gradients of an account are multiplied with."""
-        stream = self._plan.sources[account.sources[0]].stream
-        parameter = self._plan.parameters[account.books[0]]
-        count = min(stream.keys + 1, -(-PROBE_NUMBERS // stream.values))
-        vectors = torch.randn(stream.keys, count, generator=generator)
+    def _probe(self, step: Step, gradients: dict[str, Tensor]) -> None:
+        """`u = G r` for matrices; columns are taken as they are, all in one operation."""
+        columns: list[Tensor] = []
+        names: list[str] = []
+        for name, gradient in gradients.items():
+            look = self._looks[name]
+            if look.vectors is None:
+                flat = gradient.reshape(-1)
+                columns.append(flat if look.height == len(flat) else flat[look.rows])
+                names.append(name)
+            else:
+                step.probes[name] = self._times_vectors(name, gradient, look)
+        if columns:
+            step.columns = (self._interned(tuple(names)), torch.cat(columns))
+        scale = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale themselves
+        if scale is not None:
+            step.unscale(scale)
+
+    def _times_vectors(self, name: str, gradient: Tensor, look: Look) -> Tensor:
+        term, vectors = self._terms[name], look.vectors
+        assert vectors is not None
+        if gradient.is_sparse:
+            product: Tensor = torch.sparse.mm(gradient, vectors)
+            return product[look.rows]
+        if term.view == "swapped" or gradient.ndim > 2:
+            gradient = as_matrix(gradient, term.view, term.groups)
+        if look.height != len(gradient):
+            gradient = gradient[look.rows]
+        return gradient @ vectors
+
+    def _interned(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The same object for the same names, so that steps can be told to be alike at a glance."""
+        if names != self._last_names:
+            self._last_names = names
+        return self._last_names
+
+    def _look(self, name: str) -> Look:
+        """Some rows of the book's matrix, and the vectors they are multiplied with."""
+        term, parameter = self._terms[name], self._plan.parameters[name]
+        height, width = as_matrix(parameter, term.view, term.groups).shape
+        first = min(self._turn * PROBED_ROWS % height, max(0, height - PROBED_ROWS))
+        if name not in self._vectors:
+            self._vectors[name] = None if term.view == "flat" else self._random(name, height, width)
+        return Look(slice(first, min(first + PROBED_ROWS, height)), self._vectors[name])
+
+    def _random(self, name: str, height: int, width: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self._columns[name])  # the user's stays untouched
+        count = min(width + 1, -(-PROBE_NUMBERS // height))
+        vectors = torch.randn(width, count, generator=generator, dtype=torch.float64)
+        parameter = self._plan.parameters[name]
         return vectors.to(parameter.device, parameter.dtype)
 
     def _arrange(self) -> None:
         """Sorts the books by how they are kept now."""
-        accounts = self._plan.accounts
-        by_row = {book for index in self._by_row for book in accounts[index].books}
-        names = [book.name for book in self._plan.books]
+        by_row = set(self.vouched)
         self._states = [
-            UNTOUCHED if group < 0 else BY_ROW if name in by_row else OBSERVED
-            for name, group in zip(names, self._groups, strict=True)
+            UNTOUCHED
+            if group < 0
+            else OBSERVED
+            if name in self._by_step
+            else BY_ROW
+            if name in by_row
+            else UNTOUCHED
+            for name, group in zip(self._names, self._groups, strict=True)
         ]
-        self._observed = {name: at for at, name in enumerate(names) if name not in by_row}
-        self._probed = [
-            self._weights_and_biases(account) if index in self._by_row else ([], [])
-            for index, account in enumerate(accounts)
-        ]
-
-    def _weights_and_biases(self, account: Account) -> tuple[list[int], list[int]]:
-        """The columns of the account's weights, and of its biases."""
-        sources = [self._plan.sources[index] for index in account.sources]
-        forms = {name: form for source in sources for name, form in source.parameters.items()}
-        columns = {book.name: at for at, book in enumerate(self._plan.books)}
-        weights = [columns[name] for name, form in forms.items() if form == "outer"]
-        return weights, [columns[name] for name, form in forms.items() if form == "sum"]
+        kept = list(enumerate(zip(self._names, self._parameters, self._states, strict=True)))
+        self._probed = [(name, at, p) for at, (name, p, state) in kept if state == BY_ROW]
+        self._observed = [(at, p) for at, (_, p, state) in kept if state == OBSERVED]
+        self._looks = {
+            name: self._looks.get(name) or self._look(name) for name, _, _ in self._probed
+        }
 
     def _regroup(self) -> None:
         """Finds each parameter's group; -1 where the optimizer does not have it."""
@@ -135,47 +223,3 @@ class Books:
         self._groups = [index.get(id(parameter), -1) for parameter in self._parameters]
         self._group_count = len(groups)
         self._arrange()
-
-    def _states_and_probes(self) -> tuple[list[int], list[Tensor | None]]:
-        """How the step will touch each book, and the probes of the gradients it will use."""
-        skipped = getattr(self._optimizer, "found_inf", None)  # a scaler's word to fused optimizers
-        if skipped is not None and bool(skipped):
-            return [UNTOUCHED] * len(self._states), [None] * len(self._probed)
-        states = self._states
-        gradients = [p.grad if s else None for p, s in zip(self._parameters, states, strict=True)]
-        for at, gradient in enumerate(gradients):
-            if gradient is None and states[at] != UNTOUCHED and self._rule.fields:
-                states = [
-                    UNTOUCHED if g is None else s for g, s in zip(gradients, states, strict=True)
-                ]
-                break
-        probes = [
-            _probe(gradients, weights, biases, vector, outputs)
-            for (weights, biases), vector, outputs in zip(
-                self._probed, self.vectors, self._outputs, strict=True
-            )
-        ]
-        scale = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale themselves
-        if scale is not None:
-            probes = [None if p is None else p / scale.to(p.device) for p in probes]
-        return states, probes
-
-
-def _probe(
-    gradients: list[Tensor | None],
-    weights: list[int],
-    biases: list[int],
-    vectors: Tensor,
-    outputs: slice,
-) -> Tensor | None:
-    """`u = Σ G r + Σ g` over the weights and biases of an account, at some of the outputs."""
-    if len(weights) == len(biases) == 1:  # the usual case in one operation
-        weight, bias = gradients[weights[0]], gradients[biases[0]]
-        if weight is not None and bias is not None:
-            if len(bias) > PROBED_OUTPUTS:
-                weight, bias = weight[outputs], bias[outputs]
-            return torch.addmm(bias.unsqueeze(1), weight, vectors)
-    parts = [g[outputs] @ vectors for at in weights if (g := gradients[at]) is not None]
-    found = [g[outputs, None] for at in biases if (g := gradients[at]) is not None]
-    parts += [bias.repeat(1, vectors.shape[1]) for bias in found]
-    return torch.stack(parts).sum(0) if parts else None

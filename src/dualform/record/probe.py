@@ -3,9 +3,9 @@
 Training changes gradients on their way to the optimizer: a loss scale is divided out, clipping
 shrinks them, a discarded backward pass never counts. None of it is assumed; it is measured. At each
 step the recorder takes `u = G r` of the gradient the optimizer is about to use (r fixed, random,
-several of them for narrow layers). The rows give the same probe, `w = Σ error (x·r)`, and `u = κ w`
-must hold for one number κ, the step's *factor*. Where it does not, the rows do not explain the
-gradient.
+several of them for narrow matrices; G seen as a matrix, at some of its rows). The rows give the
+same probe, for a matrix product `w = Σ error (x·r)`, and `u = κ w` must hold for one number κ, the
+step's *factor*. Where it does not, the rows do not explain the gradient.
 """
 
 from __future__ import annotations
@@ -18,29 +18,34 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dualform.record.plan import Source
+from dualform.ledger import Stream, Term
+from dualform.record.layers import inner_products, positions, sample_major
+from dualform.record.layers.conv import at_positions
 from dualform.record.tape import Page
+from dualform.record.watch import Port
 
 MISMATCH = 1000.0
 """How many roundings of their terms two probes may differ by."""
+NOISE = 16.0
+"""How many roundings of its terms a gradient must exceed to be more than rounding."""
 UNSCALED = 32.0
 """How many roundings a factor may differ from 1 and still be 1."""
 
 
 @dataclass
 class StreamRows:
-    """The rows of one stream over some steps, sample by sample."""
+    """The records of one stream over some steps, sample by sample."""
 
     keys: Tensor
     values: Tensor
     segments: Tensor
-    """(segments, 3): index of the step, batch number, positions of each sample."""
+    """(segments, 3): index of the step, batch number, records of each sample."""
     counts: Tensor
-    """(segments,): rows."""
+    """(segments,): records."""
 
     @property
     def at(self) -> Tensor:
-        """(rows,): the index of each row's step."""
+        """(records,): the index of each record's step."""
         return self.segments[:, 0].repeat_interleave(self.counts)
 
     def keep(self, segments: Tensor) -> StreamRows:
@@ -51,35 +56,22 @@ class StreamRows:
         )
 
 
-def lay_out(source: Source, page: Page, first: int, last: int) -> StreamRows | None:
-    """A page's slots of steps `first` to `last` as rows; None where it has none.
-
-    Slots whose rows cannot be told apart by sample are left out, and the probe then fails.
-    """
+def lay_out(port: Port, page: Page, first: int, last: int) -> StreamRows | None:
+    """A page's slots of steps `first` to `last` as records; None where it has none."""
     chosen = [
         (at, step - first, batch)
         for at, (step, batch) in enumerate(page.marks)
         if first <= step <= last
     ]
-    rows_a_slot = math.prod(page.form[0][:-1])
-    fitting = [
-        (at, step, batch)
-        for at, step, batch in chosen
-        if batch.size and rows_a_slot % batch.size == 0
-    ]
-    if not fitting:
+    if not chosen:
         return None
-    keys, values = _slots(page, [at for at, _, _ in fitting])
-    keys, values = source.kind.rows(keys, values)
-    if keys.ndim > 3 and keys.shape[1] != fitting[0][2].size == keys.shape[2]:
-        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    table = [(step, batch.number, rows_a_slot // batch.size) for _, step, batch in fitting]
-    return StreamRows(
-        keys.reshape(-1, keys.shape[-1]),
-        values.reshape(-1, values.shape[-1]),
-        torch.tensor(table),
-        torch.full((len(fitting),), rows_a_slot),
-    )
+    site, axis, samples = port.site, page.form[4], chosen[0][2].size
+    keys, values = _slots(page, [at for at, _, _ in chosen])
+    keys = sample_major(keys, samples, axis, site.key_dims)
+    values = sample_major(values, samples, axis, site.value_dims)
+    count = len(keys) // len(chosen)
+    table = [(step, batch.number, count // batch.size) for _, step, batch in chosen]
+    return StreamRows(keys, values, torch.tensor(table), torch.full((len(chosen),), count))
 
 
 def _slots(page: Page, chosen: list[int]) -> tuple[Tensor, Tensor]:
@@ -91,65 +83,70 @@ def _slots(page: Page, chosen: list[int]) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Where and with what the gradient of a book is probed, seen as a matrix."""
+
+    rows: slice
+    vectors: Tensor | None
+    """(width, vectors); None for a matrix of one column, which is probed as it is."""
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a probe has."""
+        return self.height * (1 if self.vectors is None else self.vectors.shape[1])
+
+    @property
+    def height(self) -> int:
+        """At how many rows of the matrix it looks."""
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The rows that one stream gives to the books of an account."""
+
+    index: int
+    stream: Stream
+    terms: dict[str, Term]
+    pieces: list[StreamRows]
+
+
+@dataclass(frozen=True)
 class Evidence:
-    """What the rows of one account say its gradient was, step by step."""
+    """What the rows of one account say its gradients were, step by step.
 
-    streams: dict[int, list[StreamRows]]
-    biased: dict[int, bool]
-    vectors: Tensor
-    """(inputs, vectors): what the gradients were multiplied with."""
-    outputs: slice
-    """Where the probes were taken."""
+    An account is the books that share streams, checked together: usually a weight and its bias.
+    """
+
+    feeds: list[Feed]
+    looks: dict[str, tuple[Look, slice]]
+    """For each book, how it was probed, and which of the numbers are its probe."""
     u: Tensor
-    """(steps, numbers): the probe of the gradient that was used, flat."""
-    touched: Tensor
-    """(steps, 2): whether the step changed weights, and biases, of the account by row."""
+    """(steps, numbers): the probes of the gradients that were used, flat."""
+    active: Tensor
+    """(steps, numbers): whether the step changed the number's book by row."""
+
+    @property
+    def pieces(self) -> list[tuple[Feed, StreamRows]]:
+        """All rows, with the stream they come from."""
+        return [(feed, rows) for feed in self.feeds for rows in feed.pieces]
 
     @cached_property
-    def pieces(self) -> list[tuple[int, StreamRows]]:
-        """All rows, with the index of their source."""
-        return [(index, rows) for index, pieces in self.streams.items() for rows in pieces]
-
-    @cached_property
-    def active(self) -> Tensor:
-        """(steps,): whether the step touched the account at all."""
-        return self.touched.any(1)
+    def touched(self) -> Tensor:
+        """(steps,): whether the step changed the account at all."""
+        return self.active.any(1)
 
     @cached_property
     def sums(self) -> tuple[Tensor, Tensor]:
-        """The rows' probe of each step (steps, numbers), and the size of its terms (steps,).
-
-        The size takes `|x·r|` for `‖x‖`, which it is on average, to spare a pass over the keys.
-        """
+        """The rows' probe of each step (steps, numbers), and the size of its terms (steps,)."""
         w, size = torch.zeros_like(self.u), torch.zeros(len(self.u), dtype=torch.float64)
-        for index, rows in self.pieces:
-            at = rows.at.to(rows.keys.device)
-            keys, values, weight, bias = self._parts(index, rows, at)
-            inner = (keys @ self.vectors.to(keys)) * weight[:, None] + bias[:, None]
-            w += _sum_by(at, (values[:, :, None] * inner[:, None, :]).flatten(1), len(w))
-            reach = torch.linalg.vector_norm(inner, dim=1)
-            size += _sum_by(at, reach * torch.linalg.vector_norm(values, dim=1), len(w))
-        return w, size
-
-    @cached_property
-    def reach(self) -> Tensor:
-        """(steps,): the size of the probes' terms, `Σ ‖x‖ ‖e‖`; found only where it is needed."""
-        size = torch.zeros(len(self.u), dtype=torch.float64)
-        for index, rows in self.pieces:
-            at = rows.at.to(rows.keys.device)
-            keys, values, weight, bias = self._parts(index, rows, at)
-            norm = torch.linalg.vector_norm(keys, dim=1) * weight + bias
-            size += _sum_by(at, norm * torch.linalg.vector_norm(values, dim=1), len(size))
-        return size
-
-    def _parts(
-        self, index: int, rows: StreamRows, at: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Keys and probed values, and for each row whether it counts for weight and bias."""
-        wide = torch.promote_types(rows.values.dtype, torch.float32)
-        touched = self.touched.to(at.device)[at].to(wide)
-        bias = touched[:, 1] * self.biased[index]
-        return rows.keys.to(wide), rows.values[:, self.outputs].to(wide), touched[:, 0], bias
+        for feed, rows in self.pieces:
+            for book, term in feed.terms.items():
+                look, columns = self.looks[book]
+                probe, reach = probe_rows(feed.stream, term, rows, look, len(w))
+                w[:, columns] += probe
+                size += reach * self.active[:, columns.start]
+        return torch.where(self.active, w, 0.0), size
 
     @property
     def rounding(self) -> float:
@@ -162,11 +159,8 @@ class Evidence:
         """(steps,): whether `u = κ w` to within rounding."""
         w, size = self.sums
         gap = torch.linalg.vector_norm(self.u - factor[:, None] * w, dim=1)
-        allowed = MISMATCH * self.rounding
-        agrees: Tensor = (gap <= allowed * size * factor.abs()) | ~self.active
-        if not agrees.all():
-            reach = self.reach * factor.abs() + torch.linalg.vector_norm(self.u, dim=1)
-            agrees = agrees | (gap <= allowed * reach)
+        reach = size * factor.abs() + torch.linalg.vector_norm(self.u, dim=1)
+        agrees: Tensor = (gap <= MISMATCH * self.rounding * reach) | ~self.touched
         return agrees
 
     def own_factor(self) -> Tensor:
@@ -174,18 +168,111 @@ class Evidence:
         w, _ = self.sums
         return _ratio((self.u * w).sum(1), w.square().sum(1))
 
+    def noise(self) -> set[str]:
+        """Books in which a gradient is zero but for rounding, though errors came in.
+
+        Such are offsets that what follows takes out again: a bias before a batch normalization,
+        or of attention's keys. An optimizer that divides by the gradient's size magnifies it.
+        """
+        found = set()
+        for name, (look, columns) in self.looks.items():
+            if look.vectors is None:
+                size = torch.zeros_like(self.u[:, columns])
+                for feed, rows in self.pieces:
+                    if name in feed.terms:
+                        plain = replace(rows, values=rows.values.abs(), keys=rows.keys.abs())
+                        term, steps = feed.terms[name], len(size)
+                        size += probe_rows(feed.stream, term, plain, look, steps)[0]
+                small = self.u[:, columns].abs() <= NOISE * self.rounding * size
+                if bool((small & (size > 0)).any()):
+                    found.add(name)
+        return found
+
     def from_batch(self, at: int, first: int) -> Evidence:
         """The same without the batches of step `at` that came before `first`."""
-        kept = {
-            index: [p.keep((p.segments[:, 0] != at) | (p.segments[:, 1] >= first)) for p in pieces]
-            for index, pieces in self.streams.items()
-        }
-        return replace(self, streams=kept)
+        kept = [
+            replace(
+                feed,
+                pieces=[
+                    p.keep((p.segments[:, 0] != at) | (p.segments[:, 1] >= first))
+                    for p in feed.pieces
+                ],
+            )
+            for feed in self.feeds
+        ]
+        return replace(self, feeds=kept)
 
     def batches(self, at: int) -> list[int]:
         """The batches that left rows in step `at`, in order."""
         tables = [rows.segments for _, rows in self.pieces]
         return sorted({int(n) for table in tables for n in table[table[:, 0] == at][:, 1]})
+
+
+def probe_rows(
+    stream: Stream, term: Term, records: StreamRows, look: Look, steps: int
+) -> tuple[Tensor, Tensor]:
+    """The probe of some records by step (steps, numbers), and the size of its terms (steps,)."""
+    wide = torch.promote_types(records.values.dtype, torch.float32)
+    at = records.at.to(records.values.device)
+    values = records.values.to(wide)
+    if term.form == "lookup":
+        return _probe_lookup(term, records.keys[:, 0], values, at, look, steps)
+    keys = records.keys.to(wide)
+    inner = None
+    if term.form == "outer":
+        assert look.vectors is not None
+        inner = inner_products(stream, keys, _part(look.vectors, term, stream).to(keys))
+    if stream.layout:
+        values = at_positions(stream, values).flatten(0, 1)
+        at = at.repeat_interleave(positions(stream))
+    if term.form == "scale":
+        values = values * keys
+    return _probe_blocks(term, values, inner, at, look, steps)
+
+
+def _part(vectors: Tensor, term: Term, stream: Stream) -> Tensor:
+    """The vectors, as far as the term's block reaches."""
+    keys = stream.keys[0] // term.groups * math.prod(stream.layout.get("kernel", ()))
+    width = keys if stream.layout else math.prod(stream.keys)
+    return vectors[term.at[1] : term.at[1] + width]
+
+
+def _probe_blocks(
+    term: Term, a: Tensor, inner: Tensor | None, at: Tensor, look: Look, steps: int
+) -> tuple[Tensor, Tensor]:
+    """For rows `a ⊗ b`: a at the rows looked at, times what b gives with the vectors."""
+    top, height = term.at[0], a.shape[1]
+    first, last = max(look.rows.start, top), min(look.rows.stop, top + height)
+    w = torch.zeros(steps, look.height, look.numbers // look.height, dtype=torch.float64)
+    if first >= last:
+        return w.flatten(1), torch.zeros(steps, dtype=torch.float64)
+    a = a[:, first - top : last - top]
+    size = torch.linalg.vector_norm(a, dim=1)
+    if inner is None:
+        terms = a[:, :, None]
+    elif inner.shape[1] == 1:
+        terms = a[:, :, None] * inner
+        size = size * torch.linalg.vector_norm(inner, dim=(1, 2))
+    else:
+        group = torch.arange(first - top, last - top, device=a.device) * inner.shape[1] // height
+        terms = a[:, :, None] * inner[:, group]
+        size = size * torch.linalg.vector_norm(inner, dim=(1, 2))
+    w[:, first - look.rows.start : last - look.rows.start] = _sum_by(at, terms, steps)
+    return w.flatten(1), _sum_by(at, size, steps)
+
+
+def _probe_lookup(
+    term: Term, places: Tensor, values: Tensor, at: Tensor, look: Look, steps: int
+) -> tuple[Tensor, Tensor]:
+    """For rows of a table: what the errors give with the vectors, place by place."""
+    assert look.vectors is not None
+    left = term.at[1]
+    inner = values @ look.vectors[left : left + values.shape[1]].to(values)
+    local = places + term.at[0] - look.rows.start
+    seen = (local >= 0) & (local < look.height)
+    where = at[seen] * look.height + local[seen]
+    w = _sum_by(where, inner[seen], steps * look.height).reshape(steps, -1)
+    return w, _sum_by(at[seen], torch.linalg.vector_norm(inner[seen], dim=1), steps)
 
 
 def settle_factors(evidence: Sequence[Evidence]) -> tuple[list[Evidence], Tensor, Tensor]:
@@ -202,7 +289,7 @@ def settle_factors(evidence: Sequence[Evidence]) -> tuple[list[Evidence], Tensor
         for at in torch.nonzero(~agrees).flatten().tolist():
             account, factor[at], agrees[at] = _without_discarded(account, at, factor[at])
         settled.append(account)
-        factors.append(torch.where(agrees & account.active, factor, 0.0))
+        factors.append(torch.where(agrees & account.touched, factor, 0.0))
         agreed.append(agrees)
     return settled, torch.stack(factors, 1), torch.stack(agreed, 1)
 
@@ -212,7 +299,7 @@ def _shared_factor(evidence: Sequence[Evidence]) -> Tensor:
     above = below = torch.zeros(len(evidence[0].u), dtype=torch.float64)
     for account in evidence:
         w, size = account.sums
-        weight = torch.where(account.active & (size > 0), (account.rounding * size) ** -2, 0.0)
+        weight = torch.where(account.touched & (size > 0), (account.rounding * size) ** -2, 0.0)
         above = above + weight * (account.u * w).sum(1)
         below = below + weight * w.square().sum(1)
     factor = _ratio(above, below)

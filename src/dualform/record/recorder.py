@@ -21,10 +21,11 @@ from dualform.ledger import Background
 from dualform.ledger.samples import Label, SampleId, describe_samples
 from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
-from dualform.record.optimizers import Rule, rule_for
+from dualform.record.optimizers import Rule, StateRule, rule_for
 from dualform.record.plan import Plan, make_plan
-from dualform.record.settle import Pages, Settler, Span, Step, to_host
-from dualform.record.start import Opened, resume_run, snapshot, start_run
+from dualform.record.probe import settle_factors
+from dualform.record.settle import NOISY, UNEXPLAINED, Pages, Settler, Span, Step, to_host
+from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
 from dualform.record.watch import Watch
 
 FLUSH_SECONDS = 30.0
@@ -102,19 +103,21 @@ class Recorder:
 
     def _begin(self, opened: Opened, plan: Plan, rule: Rule) -> None:
         model, optimizer = self._model, self._optimizer
+        self._plan, self._rule = plan, rule
         if self._dataset is not None:
             describe_dataset(self.path, self._dataset)
-        self._books = Books(plan, rule, optimizer)
-        self._settler = Settler(plan, self._books.vectors, opened.samples, opened.numbered)
+        self._books = Books(model, plan, rule, optimizer)
+        booked = plan.parameters if rule.fields else {}
+        self._watch = Watch(model, booked, self.step + 1, opened.streams)
+        ports = self._watch.ports.all
+        self._settler = Settler(plan, ports, opened.samples, opened.numbered)
         self._background = Background(self._deliver)
+        self._seen_ports = 0
         self._steps: list[Step] = []
         self._current: Step | None = None
         self._change_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
-        self._watch = Watch(model, plan.sources, self.step + 1)
-        self._keep_by_step(
-            {at for at, a in enumerate(plan.accounts) if opened.by_step.intersection(a.books)}
-        )
+        self._keep_by_step(set(opened.by_step))
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -206,21 +209,43 @@ class Recorder:
 
     def _observe(self) -> None:
         """Looks at the gradients the optimizer is about to use."""
+        ports = self._watch.ports.all
+        for port in ports[self._seen_ports :]:
+            self._books.discover(port.terms)
+        self._seen_ports = len(ports)
         step = self._books.observe(self.step + 1)
         if self._books.unverified and (failed := self._verify(step)):
-            notes = [note for at in failed for note in self._settler.notes_of(at, step.number)]
-            self._keep_by_step(failed)
+            notes = step.notes + [
+                {"step": step.number, "book": book, "reason": reason}
+                for book, reason in sorted(failed.items())
+            ]
+            self._keep_by_step(set(failed))
             self._books.hold()
             step = self._books.observe(self.step + 1)
             step.notes = notes
         self._current = step
 
-    def _verify(self, step: Step) -> set[int]:
-        return self._books.verify(self._settler, step, self._watch.peek())
+    def _verify(self, step: Step) -> dict[str, str]:
+        """Holds books that are new against their gradients; returns those that fail, and why."""
+        shown = [*step.probes.values(), *([step.columns[1]] if step.columns else [])]
+        if not all(bool(probe.isfinite().all()) for probe in shown):
+            return {}
+        evidence, _, agreed = settle_factors(self._settler.evidence([step], self._watch.peek()))
+        failed: dict[str, str] = {}
+        for at, account in enumerate(evidence):
+            if isinstance(self._rule, StateRule):
+                failed |= dict.fromkeys(account.noise(), NOISY)
+            if not agreed[0, at]:
+                failed |= dict.fromkeys(account.looks, UNEXPLAINED)
+        seen = {*step.probes, *(step.columns[0] if step.columns else ())}
+        new = seen & self._books.unverified
+        self._books.unverified -= seen
+        return {book: reason for book, reason in failed.items() if book in new}
 
-    def _keep_by_step(self, accounts: set[int]) -> None:
-        self._watch.drop(self._books.by_step(accounts))
-        self._settler.failed -= accounts
+    def _keep_by_step(self, books: set[str]) -> None:
+        self._books.keep_by_step(books)
+        self._watch.dropped |= books
+        self._settler.failed -= books
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._current is None or _nested(optimizer):
@@ -243,13 +268,20 @@ class Recorder:
         self._unwitnessed += size
         weights = None
         if mark or (flush and self._unwitnessed >= WITNESS * self._weight_bytes()):
-            weights, self._unwitnessed = snapshot(self._model), 0
+            weights, self._unwitnessed = self._kept(), 0
         if flush:
             self._shard_bytes, self._flushed = 0, time.monotonic()
         steps, self._steps, self._change_bytes = self._steps, [], 0
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
         self._background.put(Parcel(steps, pages, span, self.step, flush, weights, mark or "flush"))
+
+    def _kept(self) -> dict[str, Tensor]:
+        """The weights, and what the optimizer remembers where its rule needs that."""
+        weights = snapshot(self._model)
+        if isinstance(self._rule, StateRule):
+            weights |= memories(self._optimizer, self._plan, self._rule)
+        return weights
 
     def _weight_bytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._model.parameters())
@@ -272,7 +304,7 @@ class Recorder:
 
     def _give_back(self, pages: Pages) -> None:
         for group in pages.values():
-            self._watch.pool.give_back(group)
+            self._watch.ports.pool.give_back(group)
 
 
 def _nested(optimizer: Optimizer) -> bool:

@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NonFiniteError
-from dualform.ledger import Block, SampleTable
+from dualform.ledger import Block, Declaration, SampleTable
 from dualform.ledger.samples import encode_ids
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.record.plan import Plan
-from dualform.record.probe import Evidence, StreamRows, lay_out, settle_factors
+from dualform.record.probe import Evidence, Feed, Look, StreamRows, lay_out, settle_factors
 from dualform.record.tape import Batch, Page
+from dualform.record.watch import Port
 
 Pages: TypeAlias = dict[int, list[Page]]
-"""The pages of each source."""
+"""The pages of each stream, by its number."""
 Span: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Parameters kept by row, before and after some steps."""
+NOISY = "some of its gradients are zero but for rounding, which the optimizer magnifies"
 UNEXPLAINED = "its gradient is not the sum of the rows that were seen"
 
 
@@ -30,36 +32,45 @@ class Step:
     """Everything one optimizer step left behind."""
 
     number: int
-    probes: list[Tensor | None]
-    """One for each account; None where the step did not touch it by row."""
-    outputs: list[slice]
-    """Which outputs of each account the probes were taken at; the same throughout a parcel."""
     hyper: list[tuple[float, ...]]
     groups: list[int]
     states: list[int]
-    changes: dict[str, Tensor] = field(default_factory=dict)
+    looks: dict[str, Look]
+    """How each book kept by row was probed; a book's stays the same throughout a parcel."""
     notes: list[dict[str, Any]] = field(default_factory=list)
+    probes: dict[str, Tensor] = field(default_factory=dict)
+    """Of the matrices that the step touches by row."""
+    columns: tuple[tuple[str, ...], Tensor] | None = None
+    """Of the parameters that are single columns: their names, and their probes end to end."""
+    changes: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the observed changes."""
         return sum([change.nbytes for change in self.changes.values()])
 
+    def unscale(self, scale: Tensor) -> None:
+        """Divides the probes, as the optimizer will divide the gradients."""
+        self.probes = {name: p / scale.to(p.device) for name, p in self.probes.items()}
+        if self.columns is not None:
+            names, probes = self.columns
+            self.columns = (names, probes / scale.to(probes.device))
+
 
 class Settler:
-    """Turns steps into blocks; knows the plan, the probe vectors and the samples met so far."""
+    """Turns steps into blocks; knows the plan, the streams and the samples met so far."""
 
     def __init__(
-        self, plan: Plan, vectors: Sequence[Tensor], samples: SampleTable, numbered: int = 0
+        self, plan: Plan, ports: Sequence[Port], samples: SampleTable, numbered: int = 0
     ) -> None:
-        self._plan = plan
-        self._vectors = vectors
+        self._plan, self._ports = plan, ports
         self._samples = samples
         self._numbered = numbered
+        self._declared: set[str] = set()
         self._column = {book.name: index for index, book in enumerate(plan.books)}
-        self.failed: set[int] = set()
-        """Accounts newly found to have rows that do not explain their gradient."""
-        self._broken: set[int] = set()
+        self.failed: set[str] = set()
+        """Books newly found to have rows that do not explain their gradient."""
+        self._broken: set[str] = set()
         """All that ever were: what they still book by row is booked as a whole."""
 
     def settle(
@@ -71,76 +82,108 @@ class Settler:
             return None, error
         arrays: dict[str, list[Tensor]] = {}
         notes = [note for step in steps for note in step.notes]
-        factors = torch.zeros(len(steps), 0, dtype=torch.float64)
-        if self._plan.accounts:
-            evidence, factors, agreed = settle_factors(self.evidence(steps, pages))
-            notes += self._note_failures(steps, agreed)
-            for index in self._broken if error is None else ():
-                self._book_span(index, steps, span)
-                factors[:, index] = 0.0
-                evidence[index] = replace(evidence[index], streams={})
+        factors = torch.zeros(len(steps), len(self._plan.books), dtype=torch.float64)
+        accounts = self.evidence(steps, pages)
+        if accounts:
+            evidence, found, agreed = settle_factors(accounts)
+            notes += self._note_failures(steps, evidence, agreed)
+            for at, account in enumerate(evidence):
+                books = list(account.looks)
+                if self._broken.isdisjoint(books) or error is not None:
+                    factors[:, [self._column[book] for book in books]] = found[:, at, None]
+                else:
+                    self._book_span(books, steps, span)
+                    evidence[at] = replace(account, feeds=[])
             arrays.update(self._row_arrays(steps, evidence))
         arrays.update(self._sample_arrays(pages, arrays))
         arrays.update(_step_arrays(steps, factors))
-        return Block(steps[0].number, steps[-1].number, arrays, notes), error
+        return Block(
+            steps[0].number, steps[-1].number, arrays, notes, self._new_streams(arrays)
+        ), error
+
+    def _new_streams(self, arrays: dict[str, list[Tensor]]) -> list[Declaration]:
+        """Streams whose first rows are among these, in the order of the model."""
+        names = {name.removesuffix("/segments") for name in arrays if name.endswith("/segments")}
+        new = [p for p in self._ports if p.stream.name in names - self._declared]
+        self._declared |= names
+        return [port.declaration for port in sorted(new, key=lambda port: port.order)]
 
     def evidence(self, steps: Sequence[Step], pages: Pages) -> list[Evidence]:
         """What the rows of each account say about these steps."""
         states = torch.tensor([step.states for step in steps])
         first, last = steps[0].number, steps[-1].number
+        looks = {name: look for step in steps for name, look in step.looks.items()}
+        probes = _probes(steps, looks)
         rows = {
-            index: [r for page in pages[index] if (r := lay_out(source, page, first, last))]
-            for index, source in enumerate(self._plan.sources)
+            index: [r for page in found if (r := lay_out(self._ports[index], page, first, last))]
+            for index, found in pages.items()
         }
         return [
-            self._evidence(index, steps, states, rows) for index in range(len(self._plan.accounts))
+            self._evidence(books, ports, rows, looks, probes, states)
+            for books, ports in self._accounts()
+            if not looks.keys().isdisjoint(books)
         ]
+
+    def _accounts(self) -> list[tuple[set[str], list[int]]]:
+        """Books that share streams, with these streams."""
+        groups: list[tuple[set[str], list[int]]] = []
+        for index, port in enumerate(self._ports):
+            books, members = set(port.terms), [index]
+            for group in [group for group in groups if group[0] & books]:
+                groups.remove(group)
+                books, members = group[0] | books, group[1] + members
+            groups.append((books, members))
+        return groups
 
     def _evidence(
         self,
-        index: int,
-        steps: Sequence[Step],
-        states: Tensor,
+        books: set[str],
+        ports: Sequence[int],
         rows: dict[int, list[StreamRows]],
+        looks: dict[str, Look],
+        probes: dict[str, Tensor],
+        states: Tensor,
     ) -> Evidence:
-        account = self._plan.accounts[index]
-        sources = {at: self._plan.sources[at] for at in account.sources}
-        biased = {at: "sum" in source.parameters.values() for at, source in sources.items()}
-        outputs = steps[0].outputs[index]
-        probes = [step.probes[index] for step in steps]
-        vectors = self._vectors[index]
-        width = len(range(sources[account.sources[0]].stream.values)[outputs])
-        u = torch.zeros(len(probes), width * vectors.shape[1], dtype=torch.float64)
-        if taken := [probe for probe in probes if probe is not None]:
-            where = torch.tensor([probe is not None for probe in probes])
-            u[where] = torch.stack(taken).flatten(1).to("cpu", torch.float64)
-        forms = {name: form for s in sources.values() for name, form in s.parameters.items()}
-        weights = self._touched(states, [name for name in forms if forms[name] == "outer"])
-        biases = self._touched(states, [name for name in forms if forms[name] == "sum"])
-        touched = torch.stack([weights, biases], 1)
-        streams = {at: rows[at] for at in sources}
-        return Evidence(streams, biased, vectors, outputs, u, touched)
+        columns: dict[str, tuple[Look, slice]] = {}
+        start = 0
+        for name in sorted(books & looks.keys()):
+            stop = start + looks[name].numbers
+            columns[name] = (looks[name], slice(start, stop))
+            start = stop
+        feeds = []
+        for index in ports:
+            port = self._ports[index]
+            terms = {book: term for book, term in port.terms.items() if book in columns}
+            feeds.append(Feed(index, port.stream, terms, rows.get(index, [])))
+        active = [
+            (states[:, self._column[name]] == BY_ROW)[:, None].expand(-1, look.numbers)
+            for name, (look, _) in columns.items()
+        ]
+        u = torch.cat([probes[name] for name in columns], 1)
+        return Evidence(feeds, columns, u, torch.cat(active, 1))
 
-    def _touched(self, states: Tensor, books: Sequence[str]) -> Tensor:
-        """(steps,): whether any of these books was booked by row."""
-        columns = [self._column[name] for name in books]
-        return (states[:, columns] == BY_ROW).any(1)
-
-    def _note_failures(self, steps: Sequence[Step], agreed: Tensor) -> list[dict[str, Any]]:
+    def _note_failures(
+        self, steps: Sequence[Step], evidence: Sequence[Evidence], agreed: Tensor
+    ) -> list[dict[str, Any]]:
         notes: list[dict[str, Any]] = []
         for index in torch.nonzero(~agreed.all(0)).flatten().tolist():
             at = int(torch.nonzero(~agreed[:, index])[0])
-            if index not in self._broken:
-                self.failed.add(index)
-                self._broken.add(index)
-                notes += self.notes_of(index, steps[at].number)
+            new = set(evidence[index].looks) - self._broken
+            self.failed |= new
+            self._broken |= new
+            notes += [
+                {"step": steps[at].number, "book": book, "reason": UNEXPLAINED}
+                for book in sorted(new)
+            ]
         return notes
 
-    def _book_span(self, index: int, steps: Sequence[Step], span: Span) -> None:
+    def _book_span(self, books: Sequence[str], steps: Sequence[Step], span: Span) -> None:
         """Books what these steps did to a failed account as one observed change, at the last."""
-        by_row = [step for step in steps if step.probes[index] is not None]
-        for name in self._plan.accounts[index].books if by_row else ():
+        for name in books:
             column = self._column[name]
+            by_row = [step for step in steps if step.states[column] == BY_ROW]
+            if not by_row:
+                continue
             for step in by_row:
                 step.states = [*step.states[:column], UNTOUCHED, *step.states[column + 1 :]]
             last = by_row[-1]
@@ -148,11 +191,6 @@ class Settler:
             later = [step.changes[name] for step in steps if name in step.changes]
             last.changes[name] = functools.reduce(torch.sub, later, after[name] - before[name])
             last.states = [*last.states[:column], OBSERVED, *last.states[column + 1 :]]
-
-    def notes_of(self, index: int, step: int) -> list[dict[str, Any]]:
-        """Why the books of an account are kept by step from here on."""
-        books = self._plan.accounts[index].books
-        return [{"step": step, "book": book, "reason": UNEXPLAINED} for book in books]
 
     def _finite(self, steps: Sequence[Step]) -> tuple[Sequence[Step], NonFiniteError | None]:
         error = None
@@ -165,11 +203,14 @@ class Settler:
         return [step for step in steps if error is None or step.number < error.step], error
 
     def _signals(self, steps: Sequence[Step]) -> Iterator[tuple[str, list[tuple[int, Tensor]]]]:
-        """What each book shows of its steps: a probe of its account, or its observed change."""
-        for index, account in enumerate(self._plan.accounts):
-            probes = [(step.number, p) for step in steps if (p := step.probes[index]) is not None]
-            if probes:
-                yield account.books[0], probes
+        """What each book shows of its steps: a probe, or its observed change."""
+        for book in dict.fromkeys(name for step in steps for name in step.probes):
+            yield book, [(s.number, s.probes[book]) for s in steps if book in s.probes]
+        for names in dict.fromkeys(step.columns[0] for step in steps if step.columns is not None):
+            found = [
+                (s.number, c[1]) for s in steps if (c := s.columns) is not None and c[0] == names
+            ]
+            yield names[0], found
         for book in dict.fromkeys(name for step in steps for name in step.changes):
             yield (
                 book,
@@ -182,9 +223,9 @@ class Settler:
         arrays: dict[str, list[Tensor]] = {}
         offset = torch.tensor([steps[0].number, 0, 0])
         for account in evidence:
-            for index, rows in account.pieces:
+            for feed, rows in account.pieces:
                 if len(rows.counts):
-                    name = self._plan.sources[index].stream.name
+                    name = feed.stream.name
                     arrays.setdefault(f"{name}/keys", []).append(to_host(rows.keys))
                     arrays.setdefault(f"{name}/values", []).append(to_host(rows.values))
                     arrays.setdefault(f"{name}/segments", []).append(rows.segments + offset)
@@ -212,6 +253,33 @@ class Settler:
             return self._samples.numbers(batch.ids)
         first, self._numbered = self._numbered, self._numbered + batch.size
         return self._samples.numbers(torch.arange(first, self._numbered))
+
+
+def _probes(steps: Sequence[Step], looks: dict[str, Look]) -> dict[str, Tensor]:
+    """(steps, numbers) for each book; zero where a step did not touch it."""
+    probes = {
+        name: torch.zeros(len(steps), look.numbers, dtype=torch.float64)
+        for name, look in looks.items()
+    }
+    for name in probes:
+        taken = [step.probes.get(name) for step in steps]
+        _fill(probes[name], taken)
+    for names in dict.fromkeys(step.columns[0] for step in steps if step.columns is not None):
+        taken = [c[1] if (c := step.columns) and c[0] == names else None for step in steps]
+        sizes = [looks[name].numbers for name in names]
+        whole = torch.zeros(len(steps), sum(sizes), dtype=torch.float64)
+        where = _fill(whole, taken)
+        for name, part in zip(names, torch.split(whole, sizes, 1), strict=True):
+            probes[name][where] = part[where]
+    return probes
+
+
+def _fill(into: Tensor, taken: Sequence[Tensor | None]) -> Tensor:
+    """Puts what was taken at some steps into its rows; returns which they are."""
+    where = torch.tensor([probe is not None for probe in taken])
+    if found := [probe for probe in taken if probe is not None]:
+        into[where] = torch.stack(found).flatten(1).to("cpu", torch.float64)
+    return where
 
 
 def _one_dtype(parts: list[Tensor]) -> list[Tensor]:

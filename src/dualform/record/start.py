@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import ModelMismatchError, UnknownStepError
-from dualform.ledger import Ledger, LedgerWriter, RunInfo, SampleTable
-from dualform.ledger.format import BUFFER
+from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
+from dualform.ledger.format import BUFFER, STATE
 from dualform.ledger.samples import decode_ids
 from dualform.record.optimizers import Rule
 from dualform.record.plan import Plan
@@ -31,6 +31,8 @@ class Opened:
     numbered: int = 0
     by_step: frozenset[str] = frozenset()
     """Books that were already kept by step."""
+    streams: tuple[Declaration, ...] = ()
+    """What is already declared."""
 
 
 def start_run(
@@ -38,16 +40,14 @@ def start_run(
 ) -> Opened:
     """A new run folder that holds the weights training starts from."""
     info = RunInfo(
-        streams=tuple(source.stream for source in plan.sources),
         books=plan.books,
-        accounts=tuple(account.books for account in plan.accounts),
         rule=rule.name,
         fields=rule.fields,
         metadata=_metadata(model, optimizer),
     )
-    buffers = momenta(optimizer, plan)
-    initial = {**snapshot(model), **{BUFFER + name: b.cpu() for name, b in buffers.items()}}
-    start = {"buffers": sorted(buffers)}
+    memory = memories(optimizer, plan, rule)
+    initial = {**snapshot(model), **memory}
+    start = {"buffers": buffered(memory)}
     writer = LedgerWriter.create(path, info, initial, overwrite=overwrite, start=start)
     return Opened(writer, SampleTable())
 
@@ -59,14 +59,16 @@ def resume_run(
     ledger = Ledger(path)
     _check_same(ledger, plan, rule)
     step = _matching_step(ledger, snapshot(model))
-    writer = LedgerWriter.resume(path, step, {"buffers": sorted(momenta(optimizer, plan))})
+    start = {"buffers": buffered(memories(optimizer, plan, rule))}
+    writer = LedgerWriter.resume(path, step, start)
     ledger = Ledger(path)  # as it reads now, without what was written beyond that step
     batches = ledger.column("batches")
     numbered = int(batches[:, 1].sum()) if len(batches) else 0
     strings = decode_ids(ledger)
     kind = (int if strings is None else str) if len(batches) else None
     by_step = frozenset(note["book"] for note in ledger.notes)
-    return Opened(writer, SampleTable(strings or (), kind), numbered, by_step)
+    table = SampleTable(strings or (), kind)
+    return Opened(writer, table, numbered, by_step, ledger.info.declarations)
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
@@ -80,11 +82,19 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return copies
 
 
-def momenta(optimizer: Optimizer, plan: Plan) -> dict[str, Tensor]:
-    """The momentum buffers the optimizer has now, by parameter."""
-    states = {name: optimizer.state.get(p, {}) for name, p in plan.parameters.items()}
-    found = {name: state.get("momentum_buffer") for name, state in states.items()}
-    return {name: buffer for name, buffer in found.items() if buffer is not None}
+def memories(optimizer: Optimizer, plan: Plan, rule: Rule) -> dict[str, Tensor]:
+    """What the optimizer remembers now: each parameter's buffer, and what else the rule needs."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in plan.parameters.items():
+        for part, memory in rule.memory(optimizer, parameter).items():
+            key = BUFFER if part == rule.buffer else f"{STATE}{part}:"
+            found[key + name] = memory.detach().clone()
+    return found
+
+
+def buffered(memory: dict[str, Tensor]) -> list[str]:
+    """The parameters that have a buffer."""
+    return sorted(name.removeprefix(BUFFER) for name in memory if name.startswith(BUFFER))
 
 
 def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
@@ -113,10 +123,6 @@ def _check_same(ledger: Ledger, plan: Plan, rule: Rule) -> None:
                 f"cannot go on with '{ledger.path}': its '{name}' has shape "
                 f"{recorded.get(name)}, the model's {given.get(name)}."
             )
-    if [book.terms for book in ledger.info.books] != [book.terms for book in plan.books]:
-        raise ModelMismatchError(
-            f"cannot go on with '{ledger.path}': its layers were of other kinds than the model's."
-        )
 
 
 def _metadata(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

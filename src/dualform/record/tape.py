@@ -21,7 +21,8 @@ from dualform.ledger.samples import SampleId
 PAGE_BYTES = 4 << 20
 PAGE_SLOTS = 256
 
-Form: TypeAlias = tuple[torch.Size, torch.Size, torch.dtype, torch.dtype]
+Form: TypeAlias = tuple[torch.Size, torch.Size, torch.dtype, torch.dtype, int]
+"""Shapes and dtypes of keys and values, and which dimension counts the samples."""
 
 
 @dataclass(slots=True)
@@ -32,17 +33,20 @@ class Batch:
     ids: Tensor | Sequence[SampleId] | None
     step: int
     size: int = 0
+    axis: int = 0
+    """Which dimension of the input counts the samples."""
 
-    def begin(self, layer: str, x: Tensor) -> None:
-        """Takes the size from the first layer that sees the batch, and holds the ids to it."""
+    def begin(self, shape: Sequence[int]) -> None:
+        """Takes the size from the shape of the model's input, and holds the ids to it."""
         if self.ids is None:
-            self.size = x.shape[0] if x.ndim > 1 else 1
-        elif len(self.ids) in x.shape[: min(x.ndim - 1, 2)]:
+            self.size = shape[0]
+        elif len(self.ids) in shape[:2]:
             self.size = len(self.ids)
+            self.axis = int(shape[0] != self.size)
         else:
             raise SampleIdsError(
-                f"recorder.samples got {len(self.ids)} ids, but layer '{layer}' sees a batch of "
-                f"shape {tuple(x.shape)}; give one id for each sample of the batch."
+                f"recorder.samples got {len(self.ids)} ids, but the model was given a batch of "
+                f"shape {tuple(shape)}; give one id for each sample of the batch."
             )
 
 
@@ -60,8 +64,8 @@ class Page:
         "values",
     )
 
-    def __init__(self, x: Tensor, error: Tensor) -> None:
-        self.form = form_of(x, error)
+    def __init__(self, x: Tensor, error: Tensor, axis: int) -> None:
+        self.form = (x.shape, error.shape, x.dtype, error.dtype, axis)
         self.slot_bytes = x.nbytes + error.nbytes
         self.slots = max(1, min(PAGE_SLOTS, PAGE_BYTES // max(1, self.slot_bytes)))
         self.keys = x.new_empty((self.slots, *x.shape))
@@ -70,21 +74,17 @@ class Page:
         self.marks: list[tuple[int, Batch]] = []
 
 
-def form_of(x: Tensor, error: Tensor) -> Form:
-    """What a page must match to take these."""
-    return x.shape, error.shape, x.dtype, error.dtype
-
-
 class Pool:
     """Pages that wait to be used again."""
 
     def __init__(self) -> None:
         self._free: dict[Form, deque[Page]] = {}
 
-    def take(self, x: Tensor, error: Tensor) -> Page:
+    def take(self, x: Tensor, error: Tensor, axis: int) -> Page:
         """A page whose slots fit."""
-        free = self._free.setdefault(form_of(x, error), deque())
-        return free.pop() if free else Page(x, error)  # the one last used: still in cache
+        form = (x.shape, error.shape, x.dtype, error.dtype, axis)
+        free = self._free.setdefault(form, deque())
+        return free.pop() if free else Page(x, error, axis)  # the one last used: still in cache
 
     def give_back(self, pages: Sequence[Page]) -> None:
         """Takes pages whose rows are written (from the writer's thread, too)."""
@@ -100,12 +100,12 @@ class Tape:
         self._pool = pool
         self.pages: list[Page] = []
 
-    def write(self, step: int, batch: Batch, x: Tensor, error: Tensor) -> int:
+    def write(self, step: int, batch: Batch, x: Tensor, error: Tensor, axis: int) -> int:
         """Copies one use of the layer into the next slot; returns its bytes."""
-        page = self.pages[-1] if self.pages else self._turn(x, error)
+        page = self.pages[-1] if self.pages else self._turn(x, error, axis)
         at = len(page.marks)
-        if at == page.slots or page.form != (x.shape, error.shape, x.dtype, error.dtype):
-            page, at = self._turn(x, error), 0
+        if at == page.slots or page.form != (x.shape, error.shape, x.dtype, error.dtype, axis):
+            page, at = self._turn(x, error, axis), 0
         if torch.is_grad_enabled():  # backward(create_graph=True)
             x, error = x.detach(), error.detach()
         page.key_slots[at].copy_(x)
@@ -118,6 +118,6 @@ class Tape:
         pages, self.pages = self.pages, []
         return pages
 
-    def _turn(self, x: Tensor, error: Tensor) -> Page:
-        self.pages.append(self._pool.take(x, error))
+    def _turn(self, x: Tensor, error: Tensor, axis: int) -> Page:
+        self.pages.append(self._pool.take(x, error, axis))
         return self.pages[-1]

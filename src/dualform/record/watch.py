@@ -1,38 +1,150 @@
-"""The hooks: what a training step leaves behind, at the least possible cost to it."""
+"""Watching a model: what a training step leaves behind, at the least possible cost to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
+from dualform.ledger import Declaration, Stream
 from dualform.ledger.samples import SampleId, check_ids
-from dualform.record.plan import Source
+from dualform.memory.blocks import as_matrix
+from dualform.record.layers import (
+    Finder,
+    Rows,
+    Site,
+    Watching,
+    arrangement,
+    kinds,
+    shared_labels,
+    stream_name,
+)
 from dualform.record.tape import Batch, Page, Pool, Tape
 
 
-class Watch:
-    """Hooks on a model's layers; backward passes write to one tape a layer."""
+class Port:
+    """Where the rows of one stream come in: its site, its declaration and its tape."""
 
-    def __init__(self, model: nn.Module, sources: Sequence[Source], step: int) -> None:
+    def __init__(
+        self, site: Site, name: str, keys: Tensor, values: Tensor, pool: Pool, order: int
+    ) -> None:
+        self.site = site
+        self.order = order
+        """When its layer was first called: backward passes come upon streams the other way."""
+        shapes = (
+            tuple(keys.shape[keys.ndim - site.key_dims :]) or (1,),
+            tuple(values.shape[values.ndim - site.value_dims :]),
+        )
+        self.stream = Stream(name, *shapes, dict(site.layout))
+        self.terms = dict(site.terms)
+        self.tape = Tape(pool)
+
+    @property
+    def declaration(self) -> Declaration:
+        """What readers must know."""
+        return Declaration(self.stream, self.terms)
+
+
+class Ports:
+    """The streams met so far, by site."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], known: Iterable[Declaration]
+    ) -> None:
+        self._parameters = parameters
         self.pool = Pool()
+        self.all: list[Port] = []
+        self._by_site: dict[int, Port | None] = {}
+        self._known = {d.stream.name: d for d in known}
+        self._views: dict[str, tuple[str, int]] = {
+            book: (term.view, term.groups)
+            for d in self._known.values()
+            for book, term in d.terms.items()
+        }
+        self._taken: set[str] = set()
+
+    def of(self, rows: Rows, order: int) -> Port | None:
+        """The port of a site; None where its books are already seen in another way."""
+        at = id(rows.site)
+        if at not in self._by_site:
+            self._by_site[at] = self._open(rows, order)
+        return self._by_site[at]
+
+    def _open(self, rows: Rows, order: int) -> Port | None:
+        site = rows.site
+        assert rows.values is not None
+        for book, term in site.terms.items():
+            if self._views.setdefault(book, (term.view, term.groups)) != (term.view, term.groups):
+                return None
+        port = Port(site, "", rows.keys, rows.values, self.pool, order)
+        port.stream = self._named(port)
+        self._taken.add(port.stream.name)
+        self.all.append(port)
+        return port
+
+    def _part(self, port: Port) -> str:
+        """Which part of its parameter a stream is about, where it is not about all of it."""
+        book, term = next(iter(port.terms.items()))
+        if term.form == "lookup":
+            return ""
+        whole, (top, left) = self._parameters[book], term.at
+        height, width = as_matrix(whole, term.view, term.groups).shape
+        rows = port.stream.values[0] if port.stream.layout else math.prod(port.stream.values)
+        columns = math.prod(port.stream.keys) if term.form == "outer" else width
+        part = f"{top}:{top + rows}" if rows < height else ""
+        if columns < width and not port.stream.layout:
+            part = f"{part or ':'},{left}:{left + columns}"
+        return f"[{part}]" if part else ""
+
+    def _named(self, port: Port) -> Stream:
+        """The stream under a name that no other has; the one it had in an earlier part of a run."""
+        base, number = stream_name(port.site.label) + self._part(port), 1
+        while True:
+            name = base if number == 1 else f"{base}@{number}"
+            stream = Stream(name, port.stream.keys, port.stream.values, port.stream.layout)
+            known = self._known.get(name)
+            same = known is None or (known.stream, known.terms) == (stream, port.terms)
+            if name not in self._taken and same:
+                return stream
+            number += 1
+
+
+class Watch:
+    """Sees a model's calls while it runs; backward passes write to one tape a stream."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        step: int,
+        known: Iterable[Declaration] = (),
+    ) -> None:
+        self.ports = Ports(parameters, known)
         self.step = step
         """The step under way."""
         self.bytes = 0
         """How much has been written since `take`."""
-        self._tapes = [Tape(self.pool) for _ in sources]
-        self._batches = 0
+        self.dropped: set[str] = set()
+        """Books that need no rows any more."""
+        self._batches = self._calls = 0
         self._batch: Batch | None = None
         self._named = False
-        self._root = model.register_forward_pre_hook(self._begin_forward)
-        self._handles: dict[int, RemovableHandle] = {
-            index: source.module.register_forward_hook(self._forward_hook(index, source))
-            for index, source in enumerate(sources)
-        }
+        self._find = Finder(parameters)
+        self._mode = Watching(self._find, kinds(), self._take)
+        self._depth, self._entered = 0, False
+        self._handles: list[RemovableHandle] = []
+        self._owners: dict[nn.Module, list[RemovableHandle]] = {}
+        self._alone: set[nn.Module] = set()
+        self._root = model
+        self._hook(model)
+
+    # Sample by sample
 
     def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
         """Names the samples of the next forward pass."""
@@ -46,49 +158,13 @@ class Watch:
         self.step += 1
         if not self._named:
             self._batch = None
-
-    def peek(self) -> dict[int, list[Page]]:
-        """The pages of each layer, without taking them."""
-        return {index: tape.pages for index, tape in enumerate(self._tapes)}
-
-    def take(self) -> dict[int, list[Page]]:
-        """The pages of each layer; `pool.give_back` them once they are written.
-
-        Rows of the step under way (a checkpoint between backward and step) move to new pages.
-        """
-        self.bytes = 0
-        taken = {index: tape.take() for index, tape in enumerate(self._tapes)}
-        for index, pages in taken.items():
-            for page in pages:
-                for at, (step, batch) in enumerate(page.marks):
-                    if step == self.step:
-                        x, error = page.key_slots[at], page.value_slots[at]
-                        self.bytes += self._tapes[index].write(step, batch, x, error)
-        return taken
-
-    def drop(self, sources: Sequence[int]) -> None:
-        """Stops watching some layers."""
-        for index in sources:
-            if index in self._handles:
-                self._handles.pop(index).remove()
-
-    def close(self) -> None:
-        """Takes every hook off."""
-        for handle in (self._root, *self._handles.values()):
-            handle.remove()
+        if self._owners:
+            self._settle_owners()
 
     def _new_batch(self, ids: Tensor | Sequence[SampleId] | None) -> Batch:
         self._batches += 1
         self._batch = Batch(self._batches, ids, self.step)
         return self._batch
-
-    def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        if self._named:
-            self._named_batch()
-        else:
-            self._new_batch(None)
 
     def _named_batch(self) -> Batch:
         if self._batch is None or self._batch.step != self.step:
@@ -98,23 +174,141 @@ class Watch:
             )
         return self._batch
 
-    def _forward_hook(self, index: int, source: Source) -> Callable[..., None]:
-        layer, tape = source.stream.name, self._tapes[index]
-        trained = [getattr(source.module, name) for name in source.kind.shape(source.module).forms]
-        first, last = trained[0], trained[-1]
+    # Pages
 
-        def forward(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            node = out.grad_fn
-            if node is None or not args or not (first.requires_grad or last.requires_grad):
-                return  # a call by keyword leaves no rows: the probe will tell
-            x = args[0]
-            batch = self._named_batch() if self._named else self._batch or self._new_batch(None)
-            if not batch.size:
-                batch.begin(layer, x)
+    def peek(self) -> dict[int, list[Page]]:
+        """The pages of each stream, without taking them."""
+        return {index: port.tape.pages for index, port in enumerate(self.ports.all)}
 
-            def backward(errors: Sequence[Tensor]) -> None:
-                self.bytes += tape.write(self.step, batch, x, errors[0])
+    def take(self) -> dict[int, list[Page]]:
+        """The pages of each stream; `pool.give_back` them once they are written.
 
-            node.register_prehook(backward)
+        Rows of the step under way (a checkpoint between backward and step) move to new pages.
+        """
+        self.bytes = 0
+        taken = {index: port.tape.take() for index, port in enumerate(self.ports.all)}
+        for index, pages in taken.items():
+            for page in pages:
+                for at, (step, batch) in enumerate(page.marks):
+                    if step == self.step:
+                        x, error = page.key_slots[at], page.value_slots[at]
+                        tape = self.ports.all[index].tape
+                        self.bytes += tape.write(step, batch, x, error, page.form[4])
+        return taken
 
-        return forward
+    # Hooks
+
+    def close(self) -> None:
+        """Takes every hook off."""
+        for handle in [*self._handles, *(h for pair in self._owners.values() for h in pair)]:
+            handle.remove()
+
+    def _hook(self, model: nn.Module) -> None:
+        self._handles = list(_around(model, self._enter_root, self._leave))
+        for module in model.modules():
+            if module is not model and any(True for _ in module.parameters(recurse=False)):
+                self._owners[module] = list(_around(module, self._enter_owner, self._leave))
+            if isinstance(module, nn.RNNBase):
+                self._handles.append(module.register_forward_pre_hook(self._see_packing))
+        self._handles += shared_labels(model, self._find)
+
+    def _see_packing(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Packing sorts samples by length; their order is known only here."""
+        packed = args and isinstance(args[0], PackedSequence)
+        self._find.order = args[0].unsorted_indices if packed else None
+
+    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._enter()
+        if torch.is_grad_enabled():
+            batch = self._named_batch() if self._named else self._new_batch(None)
+            given = _first_tensor((args, kwargs))
+            if given is not None:
+                batch.begin(given.shape)
+
+    def _enter_owner(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._depth == 0:
+            self._alone.add(module)  # called by itself, not from within the model
+        self._enter()
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if not self._entered:
+            self._entered = True
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and self._entered:
+            self._entered = False
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._find.recent.clear()
+
+    def _settle_owners(self) -> None:
+        """After the first step: modules that only the model itself calls need no hooks."""
+        for module, handles in self._owners.items():
+            for handle in handles:
+                if module not in self._alone:
+                    handle.remove()
+                else:
+                    self._handles.append(handle)
+        self._owners = {}
+
+    # Uses
+
+    def _take(self, use: Any) -> None:
+        nodes = [out.grad_fn for out in use.outputs if out.grad_fn is not None]
+        if not nodes:
+            return
+        batch = self._named_batch() if self._named else self._batch or self._new_batch(None)
+        if len(use.outputs) == 1:
+            nodes[0].register_prehook(self._backward(use, batch))
+        else:
+            torch.autograd.graph.register_multi_grad_hook(use.outputs, self._backward(use, batch))
+
+    def _backward(self, use: Any, batch: Batch) -> Callable[[Sequence[Tensor | None]], None]:
+        self._calls += 1
+        order = self._calls
+
+        def backward(errors: Sequence[Tensor | None]) -> None:
+            with torch.no_grad():
+                for rows in use.rows(errors):
+                    self._write(rows, batch, order)
+
+        return backward
+
+    def _write(self, rows: Rows, batch: Batch, order: int) -> None:
+        port = self.ports.of(rows, order)
+        keys, values = rows.keys, rows.values
+        if port is None or values is None or self.dropped.issuperset(port.terms):
+            return
+        site = rows.site
+        lead = keys.shape[: keys.ndim - site.key_dims]
+        if not batch.size:
+            batch.begin(lead)
+        axis = arrangement(lead, batch.size, site.axis, site.key_dims > 0, batch.axis)
+        if axis is None:
+            return  # rows of no sample in particular: the probe will tell
+        if keys.dtype != values.dtype and keys.is_floating_point():
+            keys = keys.to(values.dtype)  # as the kernel saw it under autocast
+        self.bytes += port.tape.write(self.step, batch, keys, values, axis)
+
+
+def _around(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    return (
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        module.register_forward_hook(after, always_call=True),
+    )
+
+
+def _first_tensor(given: Any) -> Tensor | None:
+    """The first tensor with a dimension in nested arguments."""
+    if isinstance(given, Tensor):
+        return given if given.ndim else None
+    if isinstance(given, PackedSequence):
+        return None
+    parts = given.values() if isinstance(given, Mapping) else given
+    if not isinstance(given, Mapping | tuple | list):
+        return None
+    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)

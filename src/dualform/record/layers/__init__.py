@@ -1,20 +1,78 @@
-"""One file per kind of layer that can be booked by row."""
+"""One file per kind of layer: which torch functions it is, and what rows their calls leave."""
 
-from torch import nn
+from dualform.record.layers.composite import AttentionForward
+from dualform.record.layers.conv import Conv, ConvTranspose
+from dualform.record.layers.elementwise import Expansion, Offset, Repetition, Scale
+from dualform.record.layers.embedding import Embedding, EmbeddingBag, Indexing
+from dualform.record.layers.linear import Linear, MatrixProduct
+from dualform.record.layers.norms import ChannelNorm, LayerNorm
+from dualform.record.layers.recurrent import Recurrent
+from dualform.record.layers.rows import expand, inner_products, positions
+from dualform.record.layers.use import (
+    Finder,
+    Found,
+    Function,
+    LayerKind,
+    Rows,
+    Site,
+    Use,
+    named,
+    place,
+)
+from dualform.record.layers.watching import (
+    Watching,
+    arrangement,
+    sample_major,
+    shared_labels,
+    stream_name,
+)
 
-from dualform.record.layers.layer import LayerKind, Shape
-from dualform.record.layers.linear import Linear
+KINDS: tuple[LayerKind, ...] = (
+    Linear(),
+    MatrixProduct(),
+    Conv(),
+    ConvTranspose(),
+    Embedding(),
+    EmbeddingBag(),
+    Indexing(),
+    LayerNorm(),
+    ChannelNorm(),
+    Offset(),
+    Scale(),
+    Expansion(),
+    Repetition(),
+    Recurrent(),
+    AttentionForward(),
+)
 
-KINDS: tuple[LayerKind, ...] = (Linear(),)
 
+def kinds() -> dict[Function, LayerKind]:
+    """The kind that each torch function belongs to.
 
-def kind_of(module: nn.Module) -> LayerKind | None:
-    """The kind that books this module by row, if there is one.
-
-    >>> kind_of(nn.Linear(2, 2)) is not None, kind_of(nn.ReLU()) is None
-    (True, True)
+    >>> import torch
+    >>> type(kinds()[torch.conv2d]).__name__
+    'Conv'
     """
-    return next((kind for kind in KINDS if kind.accepts(module)), None)
+    return {function: kind for kind in KINDS for function in kind.functions}
 
 
-__all__ = ["KINDS", "LayerKind", "Shape", "kind_of"]
+__all__ = [
+    "KINDS",
+    "Finder",
+    "Found",
+    "LayerKind",
+    "Rows",
+    "Site",
+    "Use",
+    "Watching",
+    "arrangement",
+    "expand",
+    "inner_products",
+    "kinds",
+    "named",
+    "place",
+    "positions",
+    "sample_major",
+    "shared_labels",
+    "stream_name",
+]

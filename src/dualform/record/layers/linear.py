@@ -2,24 +2,99 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from dualform.record.layers.layer import LayerKind, Shape
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualform.ledger import Term
+from dualform.record.layers.use import (
+    Finder,
+    Found,
+    Function,
+    LayerKind,
+    Site,
+    Use,
+    bias_term,
+    place,
+)
 
 
 class Linear(LayerKind):
-    """`nn.Linear` with or without bias, and subclasses that keep its forward.
+    """`F.linear(x, W, b)`, and with it `nn.Linear`, attention's projections and LoRA.
 
-    >>> Linear().shape(nn.Linear(3, 2, bias=False))
-    Shape(keys=3, values=2, forms={'weight': 'outer'})
+    >>> F.linear in Linear.functions
+    True
     """
 
-    def accepts(self, module: nn.Module) -> bool:
-        """By its forward, so that a subclass that computes something else is not taken."""
-        return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    functions = (F.linear,)
 
-    def shape(self, module: nn.Module) -> Shape:
-        """Keys as wide as the input, values as wide as the output."""
-        assert isinstance(module, nn.Linear)
-        forms = {"weight": "outer"} if module.bias is None else {"weight": "outer", "bias": "sum"}
-        return Shape(module.in_features, module.out_features, forms)
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> Use | None:
+        """Keys are the inputs as they are."""
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        weight = args[1] if len(args) > 1 else kwargs["weight"]
+        x = args[0] if args else kwargs["input"]
+        return matrix_use(find, x, weight, bias, out, swapped=False)
+
+
+class MatrixProduct(LayerKind):
+    """`x @ W` and `b + x @ W`: weights whose second dimension counts the outputs.
+
+    >>> torch.addmm in MatrixProduct.functions
+    True
+    """
+
+    functions = (
+        torch.matmul,
+        torch.mm,
+        torch.addmm,
+        torch.Tensor.matmul,
+        torch.Tensor.mm,
+        torch.Tensor.addmm,
+        torch.Tensor.__matmul__,
+        torch.Tensor.__rmatmul__,
+    )
+
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> Use | None:
+        """The parameter may stand on either side; from the left it acts on columns."""
+        bias = None
+        if "addmm" in func.__name__:
+            if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
+                return None
+            bias, *args = args
+        if len(args) != 2:
+            return None
+        x, weight = args if func is not torch.Tensor.__rmatmul__ else reversed(args)
+        if find(weight) is not None and weight.ndim == 2:
+            return matrix_use(find, x, weight, bias, out, swapped=True)
+        if find(x) is not None and x.ndim == 2 and weight.ndim > 1 and bias is None:
+            found = matrix_use(find, weight.mT, x, None, out, swapped=False)
+            return found and Use(found.site, out, weight.mT, lambda error: error.mT)
+        return None
+
+
+def matrix_use(find: Finder, x: Any, weight: Any, bias: Any, out: Any, swapped: bool) -> Use | None:
+    """A matrix product with a weight, whichever of weight and bias are trained."""
+    W, b = find(weight), find(bias)
+    if (W is None and b is None) or not isinstance(x, Tensor):
+        return None
+    key = (swapped, place(W), place(b), find.axis)
+    site = find.site(key, lambda: _site(W, b, swapped, find.axis))
+    if site is None:
+        return None
+    return Use(site, out, x if W is not None else lambda: x[..., :0])  # an offset needs no keys
+
+
+def _site(W: Found | None, b: Found | None, swapped: bool, axis: int | None) -> Site | None:
+    terms = bias_term(b) or {}
+    if W is not None and (found := W.matrix(swapped)) is not None:
+        view, at = found
+        terms = {W.book: Term("outer", view, at=at), **terms}
+    label = W.label if W is not None else b.label if b is not None else ""
+    return Site(label, terms, axis=axis) if terms else None

@@ -3,19 +3,54 @@
 from torch.optim import Optimizer
 
 from dualform.errors import FormatVersionError
+from dualform.record.optimizers.adadelta import AdadeltaRule
+from dualform.record.optimizers.adafactor import AdafactorRule
+from dualform.record.optimizers.adagrad import AdagradRule
+from dualform.record.optimizers.adam import AdamRule, AdamWRule
+from dualform.record.optimizers.adamax import AdamaxRule
+from dualform.record.optimizers.asgd import ASGDRule
+from dualform.record.optimizers.lion import LionRule
+from dualform.record.optimizers.muon import MuonRule
+from dualform.record.optimizers.nadam import NAdamRule
 from dualform.record.optimizers.observed import ObservedRule
+from dualform.record.optimizers.operators import Operator, Sided, apply
+from dualform.record.optimizers.radam import RAdamRule
+from dualform.record.optimizers.rmsprop import RMSpropRule
+from dualform.record.optimizers.rprop import RpropRule
 from dualform.record.optimizers.rule import (
     BY_ROW,
     OBSERVED,
+    STILL,
     UNTOUCHED,
     Coefficients,
     History,
+    Pair,
     Rule,
+    ScalarRule,
+    State,
+    StateRule,
     Transition,
+    walk_back,
 )
 from dualform.record.optimizers.sgd import SGDRule
 
-RULES: tuple[Rule, ...] = (SGDRule(), ObservedRule())
+RULES: tuple[Rule, ...] = (
+    SGDRule(),
+    AdamRule(),
+    AdamWRule(),
+    NAdamRule(),
+    RAdamRule(),
+    AdamaxRule(),
+    RMSpropRule(),
+    AdagradRule(),
+    AdadeltaRule(),
+    AdafactorRule(),
+    MuonRule(),
+    LionRule(),
+    ASGDRule(),
+    RpropRule(),
+    ObservedRule(),
+)
 
 
 def rule_for(optimizer: Optimizer) -> Rule:
@@ -43,11 +78,20 @@ __all__ = [
     "BY_ROW",
     "OBSERVED",
     "RULES",
+    "STILL",
     "UNTOUCHED",
     "Coefficients",
     "History",
+    "Operator",
+    "Pair",
     "Rule",
+    "ScalarRule",
+    "Sided",
+    "State",
+    "StateRule",
     "Transition",
+    "apply",
     "rule_for",
     "rule_named",
+    "walk_back",
 ]

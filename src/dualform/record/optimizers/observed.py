@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch.optim import Optimizer
 
-from dualform.record.optimizers.rule import STILL, Rule, Transition
+from dualform.record.optimizers.rule import STILL, Hyper, ScalarRule, Transition
 
 
-class ObservedRule(Rule):
+class ObservedRule(ScalarRule):
     """`W_T = W_0 + Σ_t (W_t - W_{t-1})`: exact, by step.
 
     >>> import torch
-    >>> ObservedRule().accepts(torch.optim.Adam([torch.zeros(1)]))
+    >>> ObservedRule().accepts(torch.optim.LBFGS([torch.zeros(1)]))
     True
     """
 
@@ -24,6 +22,6 @@ class ObservedRule(Rule):
         """Every optimizer can be observed."""
         return True
 
-    def transition(self, hyper: Mapping[str, float], buffered: bool) -> Transition:
+    def transition(self, hyper: Hyper, buffered: bool) -> Transition:
         """Never asked for: no step of an observed run is booked by row."""
         return STILL

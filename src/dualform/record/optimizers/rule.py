@@ -1,23 +1,106 @@
-"""What an optimizer makes of gradients, as coefficients of a linear recursion."""
+"""What an optimizer makes of gradients, as coefficients of a linear recursion.
+
+Every optimizer here moves `z = (W, b)`, the parameter and one buffer, by
+`z_t = M_t z_{t-1} + n_t g_t`. Going backward once from step T (`r = (1, 0)`; at each step
+`H_t = r · n_t`, then `r ← r M_t`) gives `W_T = r_W W_0 + r_b b_0 + Σ_t H_t g_t`.
+The entries of M and n are numbers for some optimizers (`ScalarRule`), and for others (`StateRule`)
+depend on the gradients seen so far: they are found again by replaying training from the rows.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.optim import Optimizer
+
+from dualform.record.optimizers.operators import Operator, apply, plus, times
 
 UNTOUCHED, BY_ROW, OBSERVED = 0, 1, 2
 """How a step treated a book: left it alone, booked it by row, or booked its observed change."""
 
+Hyper: TypeAlias = Mapping[str, float]
+"""The hyper-parameters of a step, by name."""
+State: TypeAlias = dict[str, Tensor]
+"""What an optimizer remembers of one parameter, by name."""
+Pair: TypeAlias = tuple[Operator, Operator]
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One step of `(W, b)`: `z_t = M z_{t-1} + n g_t`, rows W and b."""
+
+    M: tuple[Pair, Pair]
+    n: Pair
+
+    def forward(self, W: Tensor, b: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """What the step makes of a parameter and its buffer.
+
+        >>> import torch
+        >>> momentum = Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0))
+        >>> momentum.forward(torch.ones(1), torch.ones(1), torch.ones(1))
+        (tensor([0.8500]), tensor([1.5000]))
+        """
+        (WW, Wb), (bW, bb) = self.M
+        on_W, on_b = self.n
+        moved = apply(WW, W) + apply(Wb, b) + apply(on_W, gradient)
+        return moved, apply(bW, W) + apply(bb, b) + apply(on_b, gradient)
+
+    def backward(self, r: Pair) -> tuple[Operator, Pair]:
+        """The coefficient of this step's gradient, and `r` for the step before it."""
+        (WW, Wb), (bW, bb) = self.M
+        return _dot(r, self.n), (_dot(r, (WW, bW)), _dot(r, (Wb, bb)))
+
+
+def _dot(r: Pair, column: Pair) -> Operator:
+    return plus(times(r[0], column[0]), times(r[1], column[1]))
+
+
+STILL = Transition(((1.0, 0.0), (0.0, 1.0)), (0.0, 0.0))
+SEEN = Transition(((1.0, 0.0), (0.0, 1.0)), (1.0, 0.0))
+
+
+class Rule(ABC):
+    """An optimizer whose step is linear in the gradient, given what it remembers.
+
+    A new rule names its optimizer, its fields and its buffer, and writes two methods: `accepts`
+    and `transition`, the latter as `ScalarRule` or `StateRule` asks for it.
+    """
+
+    name: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]]
+    """The hyper-parameters of a step; those of the optimizer's groups unless `hyper` says more."""
+    buffer: ClassVar[str] = ""
+    """What the optimizer's state calls the buffer `b`; empty where there is none."""
+    state: ClassVar[tuple[str, ...]] = ()
+    """What else of the optimizer's memory its coefficients depend on."""
+
+    @abstractmethod
+    def accepts(self, optimizer: Optimizer) -> bool:
+        """Whether the rule describes this optimizer exactly."""
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """The hyper-parameters of a parameter group, as they are now."""
+        return tuple([float(group[name]) for name in self.fields])
+
+    def memory(self, optimizer: Optimizer, parameter: Tensor) -> State:
+        """What the optimizer remembers of a parameter now, under the names of buffer and state.
+
+        Names it does not know yet are left out. These are the optimizer's own tensors: copy them.
+        """
+        known = optimizer.state.get(parameter, {})
+        names = [name for name in (self.buffer, *self.state) if known.get(name) is not None]
+        return {name: known[name] for name in names}
+
 
 @dataclass(frozen=True)
 class History:
-    """What happened to one book, step by step; what a rule needs to find the coefficients."""
+    """What happened to one book, step by step; what a scalar rule needs for its coefficients."""
 
     states: NDArray[np.uint8]
     """(T,): UNTOUCHED, BY_ROW or OBSERVED."""
@@ -27,6 +110,10 @@ class History:
     """What they are called; a field that the run does not know is 0."""
     buffers: Mapping[int, bool]
     """Before which steps a recorder started, and whether the optimizer then had a buffer."""
+
+    def named(self, t: int) -> dict[str, float]:
+        """The hyper-parameters of step `t`, counted from 0."""
+        return dict(zip(self.fields, map(float, self.hyper[t]), strict=True))
 
 
 @dataclass(frozen=True)
@@ -38,71 +125,71 @@ class Coefficients:
     steps: NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Transition:
-    """One step of `(W, b)`: `z_t = M z_{t-1} + n g_t`, rows W and b."""
-
-    M: tuple[tuple[float, float], tuple[float, float]]
-    n: tuple[float, float]
-
-
-STILL = Transition(((1.0, 0.0), (0.0, 1.0)), (0.0, 0.0))
-SEEN = Transition(((1.0, 0.0), (0.0, 1.0)), (1.0, 0.0))
-
-
-class Rule(ABC):
-    """An optimizer whose step is linear in the gradient, with scalar coefficients.
-
-    A new rule names its optimizer and fields, and writes two methods: `accepts` and `transition`.
-    """
-
-    name: ClassVar[str]
-    fields: ClassVar[tuple[str, ...]]
+class ScalarRule(Rule):
+    """A rule whose coefficients are numbers, known from the hyper-parameters alone."""
 
     @abstractmethod
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Whether the rule describes this optimizer exactly."""
+    def transition(self, hyper: Hyper, buffered: bool) -> Transition:
+        """The step these hyper-parameters make, with a buffer already there or not."""
 
-    @abstractmethod
-    def transition(self, hyper: Mapping[str, float], buffered: bool) -> Transition:
-        """The step these hyper-parameters make, with a momentum buffer already there or not."""
-
-    def makes_buffer(self, hyper: Mapping[str, float]) -> bool:
-        """Whether a step leaves a momentum buffer behind."""
+    def makes_buffer(self, hyper: Hyper) -> bool:
+        """Whether a step leaves a buffer behind."""
         return False
 
-    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """The hyper-parameters of a parameter group, as they are now."""
-        return tuple([float(group[name]) for name in self.fields])
-
     def coefficients(self, history: History) -> Coefficients:
-        """Walks the recursion backward once: `a_t = r · n_t`, then `r ← r M_t`."""
+        """Walks the recursion backward once."""
         steps = np.zeros(len(history.states))
-        r_W, r_b = 1.0, 0.0
+        found: Any  # numbers here, one and all
+        r: Any = (1.0, 0.0)
         for t, step in reversed(list(enumerate(self._transitions(history)))):
-            (WW, Wb), (bW, bb) = step.M
-            steps[t] = r_W * step.n[0] + r_b * step.n[1]
-            r_W, r_b = r_W * WW + r_b * bW, r_W * Wb + r_b * bb
-        return Coefficients(r_W, r_b, steps)
+            found, r = step.backward(r)
+            steps[t] = found
+        return Coefficients(r[0], r[1], steps)
 
     def _transitions(self, history: History) -> list[Transition]:
         transitions: list[Transition] = []
         known: dict[tuple[Any, ...], tuple[Transition, bool]] = {}
         buffered = False
-        for t, (state, values) in enumerate(zip(history.states, history.hyper, strict=True)):
+        for t, state in enumerate(history.states):
             buffered = history.buffers.get(t, buffered)
-            key = (state, buffered, *values)
+            key = (state, buffered, *history.hyper[t])
             if key not in known:
-                named = dict(zip(history.fields, map(float, values), strict=True))
-                known[key] = self._one(int(state), named, buffered)
+                known[key] = self._one(int(state), history.named(t), buffered)
             transition, buffered = known[key]
             transitions.append(transition)
         return transitions
 
-    def _one(
-        self, state: int, known: Mapping[str, float], buffered: bool
-    ) -> tuple[Transition, bool]:
+    def _one(self, state: int, known: Hyper, buffered: bool) -> tuple[Transition, bool]:
         if state != BY_ROW:
             return (SEEN if state == OBSERVED else STILL), buffered
         hyper = {name: known.get(name, 0.0) for name in self.fields}
         return self.transition(hyper, buffered), buffered or self.makes_buffer(hyper)
+
+
+class StateRule(Rule):
+    """A rule whose coefficients depend on the gradients seen so far, through `state`."""
+
+    @abstractmethod
+    def transition(
+        self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
+    ) -> tuple[Transition, State]:
+        """The step, and what the optimizer remembers after it.
+
+        `state` is what it remembered before, as float64: what `memory` found, or what the last
+        step left. Before a parameter's first step names may be missing, and `b` is zero.
+        All tensors but those of `state` have the parameter's shape. Nothing is changed in place.
+        """
+
+
+def walk_back(transitions: Sequence[Transition], r: Pair) -> tuple[list[Operator], Pair]:
+    """The coefficients of some consecutive steps, and `r` before the first of them.
+
+    >>> halving = Transition(((0.5, 0.0), (0.0, 1.0)), (-0.1, 0.0))
+    >>> walk_back([halving, halving], (1.0, 0.0))
+    ([-0.05, -0.1], (0.25, 0.0))
+    """
+    found: list[Operator] = []
+    for transition in reversed(transitions):
+        coefficient, r = transition.backward(r)
+        found.append(coefficient)
+    return found[::-1], r

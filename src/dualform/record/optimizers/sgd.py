@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch.optim import SGD, Optimizer
 
-from dualform.record.optimizers.rule import Rule, Transition
+from dualform.record.optimizers.rule import Hyper, ScalarRule, Transition
 
 
-class SGDRule(Rule):
+class SGDRule(ScalarRule):
     """Momentum μ, dampening, Nesterov, coupled weight decay λ, maximize; any schedule.
 
     With `k = 1 - dampening` (and `k = 1, μ = 0` for the step that creates the buffer):
@@ -21,17 +19,18 @@ class SGDRule(Rule):
     """
 
     name = "sgd"
+    buffer = "momentum_buffer"
     fields = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
     def accepts(self, optimizer: Optimizer) -> bool:
         """Exactly torch's SGD: a subclass may do anything."""
         return type(optimizer) is SGD
 
-    def makes_buffer(self, hyper: Mapping[str, float]) -> bool:
+    def makes_buffer(self, hyper: Hyper) -> bool:
         """torch creates the buffer at the first step with momentum."""
         return hyper["momentum"] != 0
 
-    def transition(self, hyper: Mapping[str, float], buffered: bool) -> Transition:
+    def transition(self, hyper: Hyper, buffered: bool) -> Transition:
         """The matrices of maths: `M` over (W, b), `n` on the gradient."""
         eta, decay, mu = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
         sign = -1.0 if hyper["maximize"] else 1.0

@@ -1,0 +1,9 @@
+"""Recording inside other people's training loops; each needs its package, this door none.
+
+`dualform.integrations.transformers` and `.lightning` have a `RecordCallback` each.
+"""
+
+from dualform.integrations.ids import with_ids
+from dualform.integrations.unwrap import unwrap
+
+__all__ = ["unwrap", "with_ids"]

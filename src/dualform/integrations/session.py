@@ -1,0 +1,79 @@
+"""A recording that starts and ends in callbacks, where no `with` statement can hold it."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from dualform.errors import RecordingError
+from dualform.integrations.unwrap import unwrap
+from dualform.record import Recorder, record
+
+
+class Session:
+    """A recording that is closed by `close`, and else when its owner or the process ends.
+
+    >>> import tempfile, torch
+    >>> class Owner: pass
+    >>> owner, model = Owner(), torch.nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> session = Session(owner, model, optimizer, Path(tempfile.mkdtemp()) / "run")
+    >>> session.recorder.step, session.close()
+    (0, None)
+    """
+
+    def __init__(
+        self, owner: object, model: nn.Module, optimizer: Any, path: Path, **options: Any
+    ) -> None:
+        self.recorder = record(*unwrap(model, optimizer), path, **options).__enter__()
+        self._undo: list[Callable[[], None]] = []
+        broken_off = RecordingError("training broke off.")
+        self._abandon = weakref.finalize(owner, _end, self.recorder, self._undo, broken_off)
+        _SESSIONS.add(self)
+
+    def at_the_end(self, undo: Callable[[], None]) -> None:
+        """Has something called when the recording is closed, whichever way."""
+        self._undo.append(undo)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the recording; an error in writing it is raised, unless another ended training."""
+        if self._abandon.detach():
+            _end(self.recorder, self._undo, error)
+
+    def abandon(self) -> None:
+        """Commits what was recorded; for the end of the process, where nobody can be told."""
+        self._abandon()
+
+
+def resuming(path: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The options for training that starts after `steps`: it goes on with its run, if there is one.
+
+    >>> resuming(Path("no/run"), 0, {})
+    {'resume': False}
+    """
+    goes_on = steps > 0 and path.exists() and not options.get("overwrite", False)
+    return {"resume": goes_on, **options}
+
+
+def _end(recorder: Recorder, undo: list[Callable[[], None]], error: BaseException | None) -> None:
+    for each in undo:
+        each()
+    recorder.__exit__(type(error) if error else None, error, None)
+
+
+_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for session in list(_SESSIONS):
+        session.abandon()
+
+
+# The writer needs thread pools, which Python shuts down before `atexit`: come before them.
+getattr(threading, "_register_atexit", atexit.register)(_abandon_all)

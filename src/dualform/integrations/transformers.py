@@ -1,0 +1,180 @@
+"""Recording a `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dualform.errors import RecordingError
+from dualform.integrations.ids import Ids, carry_in_place, check_loader, is_indexed
+from dualform.integrations.session import Session, resuming
+from dualform.record import Recorder
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "dualform.integrations.transformers needs transformers and accelerate; "
+        "install them with: pip install 'dualform[hf]'"
+    ) from error
+
+COLUMN = "dualform_ids"
+"""The name the ids have among a batch's columns, until the model is called."""
+
+
+__all__ = ["RecordCallback"]
+
+
+class RecordCallback(TrainerCallback):
+    """Records the training of a `transformers.Trainer`; samples are named by dataset index.
+
+    ```python
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[RecordCallback("runs/mine")])
+    trainer.train()
+    print(dualform.open("runs/mine").audit())
+    ```
+
+    It starts and ends with the training. Where the Trainer saves, the run is marked too, and
+    `trainer.train(resume_from_checkpoint=True)` goes on with it. If training breaks off, all that
+    was recorded is committed when the callback is closed or the process ends.
+
+    Args:
+        path: the run folder.
+        ids: False to leave ids out; samples are then numbered in the order they are seen, as they
+            are where the dataset is a stream.
+        options: those of `dualform.record`: overwrite, resume, dataset, buffer_bytes.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, ids: bool = True, **options: Any) -> None:
+        self._path, self._ids, self._options = Path(path), ids, options
+        self._session: Session | None = None
+        self._unnamed = False
+
+    @property
+    def recorder(self) -> Recorder:
+        """The recorder, while training runs."""
+        if self._session is None:
+            raise RecordingError("nothing is being recorded; trainer.train() starts it.")
+        return self._session.recorder
+
+    def samples(self, ids: Any) -> None:
+        """Names the samples of the next forward pass; for a `compute_loss` of your own."""
+        self.recorder.samples(ids.values if isinstance(ids, Ids) else ids)
+        self._unnamed = False
+
+    def close(self) -> None:
+        """Ends the recording, if there is one; for training that broke off."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the recording."""
+        self.close()
+        _check(args)
+        model, loader = kwargs["model"], kwargs["train_dataloader"]
+        named = self._ids and is_indexed(loader)
+        if named:
+            check_loader(loader)
+        options = resuming(self._path, state.global_step, self._options)
+        self._session = Session(self, model, kwargs["optimizer"], self._path, **options)
+        if named:
+            self._take_ids(self._session, model, loader)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The next batch has not been named yet."""
+        self._unnamed = True
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The next batch of an accumulated step has not been named yet."""
+        self._unnamed = True
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Marks the step the Trainer has just saved."""
+        if self._session is not None:
+            self._session.recorder.checkpoint()
+        self.on_epoch_end(args, state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the recording with the last step, before the Trainer may load its best weights."""
+        if control.should_training_stop:
+            self.close()
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the recording with the last log, where training stopped after an evaluation."""
+        if "train_runtime" in kwargs.get("logs", {}):
+            self.close()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the recording, if that has not happened yet."""
+        self.close()
+
+    def _take_ids(self, session: Session, model: nn.Module, loader: Any) -> None:
+        session.at_the_end(carry_in_place(loader, _as_column))
+        name = weakref.WeakMethod(self._name)  # the model must not keep the callback alive
+
+        def take_off(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            ids = kwargs.pop(COLUMN, None)
+            if torch.is_grad_enabled() and (callback := name()) is not None:
+                callback(ids)
+            return args, kwargs
+
+        # before the recorder's own hook, which wants the batch named
+        hook = model.register_forward_pre_hook(take_off, with_kwargs=True, prepend=True)
+        session.at_the_end(hook.remove)
+
+    def _name(self, ids: Ids | None) -> None:
+        if ids is not None:
+            self.samples(ids)
+        elif self._unnamed:
+            raise RecordingError(
+                "the model was called without the ids of its batch: compute_loss passes on only "
+                "some of its inputs. Call model(**inputs) there, or before the model "
+                f"callback.samples(inputs.pop('{COLUMN}')), or give RecordCallback ids=False."
+            )
+
+
+def _as_column(batch: Any, ids: Ids) -> Any:
+    if not isinstance(batch, MutableMapping):
+        raise RecordingError(
+            f"the data collator made a {type(batch).__name__}; RecordCallback puts the ids among "
+            "the columns of a dict. Return a dict, or give RecordCallback ids=False."
+        )
+    batch[COLUMN] = ids
+    return batch
+
+
+def _check(args: TrainingArguments) -> None:
+    problems = {
+        "several processes": (args.world_size > 1, "start it without torchrun, in one process"),
+        f"{args.n_gpu} GPUs (DataParallel)": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES=0"),
+        "torch_compile=True": (args.torch_compile, "use torch_compile=False"),
+        "DeepSpeed": (bool(args.deepspeed), "leave deepspeed out"),
+        "FSDP": (bool(args.fsdp), "leave fsdp out"),
+        "auto_find_batch_size=True": (args.auto_find_batch_size, "give the batch size"),
+    }
+    for problem, (given, cure) in problems.items():
+        if given:
+            raise RecordingError(f"RecordCallback cannot record with {problem} yet; {cure}.")

@@ -1,0 +1,230 @@
+"""Parameters as sums of rank-one rows, and linear questions to them.
+
+Whatever a layer does with a parameter, each of its training rows adds one rank-one block `a ⊗ b` to
+the parameter seen as a matrix P:
+
+    a matrix product      a = error            b = input
+    an offset (a bias)    a = error            b = 1
+    a scale               a = error ∘ input    b = 1
+    a table that is read  a = the row's place  b = error
+
+A question to the parameter is a functional `Σ α_a P_ab β_b`: one output of a layer asks with α the
+output's unit and β the layer's input. So a row's answer is `(α·a)(b·β)`, for every kind of layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def as_matrix(parameter: Tensor, view: str, groups: int = 1) -> Tensor:
+    """A parameter as a matrix: by "rows", "swapped" (second dimension first), or "flat".
+
+    >>> as_matrix(torch.zeros(8, 3, 5, 5), "rows").shape
+    torch.Size([8, 75])
+    >>> as_matrix(torch.zeros(8, 3, 5, 5), "swapped", groups=2).shape
+    torch.Size([6, 100])
+    """
+    if view == "flat":
+        return parameter.reshape(-1, 1)
+    if view == "rows":
+        return parameter.reshape(len(parameter), -1)
+    inputs, outputs, *kernel = parameter.shape
+    split = parameter.reshape(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
+    return split.reshape(groups * outputs, -1)
+
+
+def from_matrix(matrix: Tensor, shape: tuple[int, ...], view: str, groups: int = 1) -> Tensor:
+    """The inverse of `as_matrix`.
+
+    >>> p = torch.randn(4, 3, 2)
+    >>> torch.equal(from_matrix(as_matrix(p, "swapped", 2), (4, 3, 2), "swapped", 2), p)
+    True
+    """
+    if view != "swapped":
+        return matrix.reshape(shape)
+    inner = (groups, shape[1], shape[0] // groups, *shape[2:])
+    return matrix.reshape(inner).transpose(1, 2).reshape(shape)
+
+
+def by_group(rows: Tensor, groups: int) -> Tensor:
+    """The second dimension split into groups.
+
+    >>> by_group(torch.zeros(5, 6), 2).shape
+    torch.Size([5, 2, 3])
+    """
+    return rows.reshape(len(rows), groups, rows.shape[1] // groups, *rows.shape[2:])
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Rows as blocks `a ⊗ b`; the blocks begin at `at`.
+
+    `a` is (rows, height), or (rows,) integers that each name one row of the matrix.
+    `b` is (rows, width), or (rows, groups, width) where every group of `a` has its own, or None
+    for 1.
+
+    >>> rows = Sides.of("outer", keys=torch.ones(3, 2), values=torch.ones(3, 4))
+    >>> rows.total(torch.ones(3), (4, 2)).unique()
+    tensor([3.], dtype=torch.float64)
+    """
+
+    a: Tensor
+    b: Tensor | None
+    at: tuple[int, int] = (0, 0)
+
+    @classmethod
+    def of(
+        cls,
+        form: str,
+        keys: Tensor,
+        values: Tensor,
+        groups: int = 1,
+        at: tuple[int, int] = (0, 0),
+    ) -> Sides:
+        """The rows of a term: its form, keys and values."""
+        if form == "outer":
+            return cls(values, keys if groups == 1 else by_group(keys, groups), at)
+        if form == "lookup":
+            return cls(keys[:, 0], values, at)
+        return cls(values if form == "sum" else values * keys, None, at)
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    def __getitem__(self, rows: slice | Tensor) -> Sides:
+        return Sides(self.a[rows], None if self.b is None else self.b[rows], self.at)
+
+    def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`Σ c a ⊗ b` over the rows, as a float64 matrix of this shape."""
+        total = torch.zeros(shape, dtype=torch.float64, device=self.a.device)
+        top, left = self.at
+        if self.a.ndim == 1:
+            assert self.b is not None
+            scaled = self.b.double() * coefficients[:, None]
+            total[:, left : left + scaled.shape[1]].index_add_(0, self.a + top, scaled)
+            return total
+        scaled = self.a.double() * coefficients[:, None]
+        if self.b is None:
+            block = scaled.sum(0)[:, None]
+        elif self.b.ndim == 2:
+            block = scaled.T @ self.b.double()
+        else:
+            grouped = by_group(scaled, self.b.shape[1])
+            block = torch.einsum("rgo,rgi->goi", grouped, self.b.double()).flatten(0, 1)
+        total[top : top + block.shape[0], left : left + block.shape[1]] += block
+        return total
+
+
+@dataclass(frozen=True)
+class Functional:
+    """Questions to a matrix, `Σ α_a P_ab β_b`: one for each row of α and β.
+
+    `a` is (questions,) integers that each name one row of the matrix, or dense (questions, height).
+
+    >>> ask = Functional(torch.tensor([1]), torch.tensor([[10.0, 100.0]]))
+    >>> ask.at(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([430.], dtype=torch.float64)
+    >>> rows = Sides.of("outer", keys=torch.tensor([[3.0, 4.0]]), values=torch.tensor([[0.0, 1.0]]))
+    >>> ask.of(rows)
+    tensor([[430.]])
+    """
+
+    a: Tensor
+    b: Tensor
+
+    def __len__(self) -> int:
+        return len(self.b)
+
+    @property
+    def units(self) -> bool:
+        """Whether each question is about one row of the matrix."""
+        return self.a.ndim == 1
+
+    def at(self, matrix: Tensor) -> Tensor:
+        """(questions,): the answers of a whole matrix."""
+        wide, beta = matrix.double(), self.b.double()
+        rows = wide[self.a] if self.units else self.a.double() @ wide
+        return (rows * beta).sum(1)
+
+    def of(self, rows: Sides) -> Tensor:
+        """(rows, questions): the answer of each row, in the rows' precision."""
+        along_b = self._along_b(rows)
+        return along_b.mul_(self._along_a(rows))
+
+    def scaled(self, coefficients: Tensor) -> Functional | Bilinear:
+        """Asked of a matrix whose elements are multiplied by these first."""
+        if self.units:
+            return Functional(self.a, self.b * coefficients[self.a].to(self.b))
+        return Bilinear(self.a[:, :, None] * self.b[:, None, :] * coefficients.to(self.b))
+
+    def left(self, matrix: Tensor) -> Functional:
+        """Asked of `A P` for this A."""
+        matrix = matrix.to(self.b)
+        return Functional(matrix[self.a] if self.units else self.a @ matrix, self.b)
+
+    def right(self, matrix: Tensor) -> Functional:
+        """Asked of `P A` for this A."""
+        return Functional(self.a, self.b @ matrix.to(self.b).T)
+
+    def _along_a(self, rows: Sides) -> Tensor:
+        a, top = self.a.to(rows.a.device), rows.at[0]
+        if rows.a.ndim == 1:
+            places = rows.a + top
+            return places[:, None] == a[None] if self.units else a.T[places]
+        height = rows.a.shape[1]
+        if not self.units:
+            return rows.a @ a[:, top : top + height].to(rows.a).T
+        local = a - top
+        inside = (local >= 0) & (local < height)
+        chosen = rows.a.index_select(1, local.clamp(0, height - 1))
+        return chosen if bool(inside.all()) else chosen * inside
+
+    def _along_b(self, rows: Sides) -> Tensor:
+        left = rows.at[1]
+        if rows.b is None:
+            return self.b[:, left].to(rows.a).expand(len(rows), -1).clone()
+        width = rows.b.shape[-1]
+        beta = self.b[:, left : left + width].to(rows.b)
+        if rows.b.ndim == 2:
+            return rows.b @ beta.T
+        assert self.units, "where groups have keys of their own, a dense question is bilinear"
+        size = rows.a.shape[1] // rows.b.shape[1]
+        group = ((self.a.to(rows.a.device) - rows.at[0]) // size).clamp(0, rows.b.shape[1] - 1)
+        return torch.einsum("rqi,qi->rq", rows.b[:, group], beta)
+
+
+@dataclass(frozen=True)
+class Bilinear:
+    """Questions with a matrix each, `Σ D_ab P_ab`.
+
+    >>> Bilinear(torch.eye(2)[None]).at(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    tensor([5.], dtype=torch.float64)
+    """
+
+    matrices: Tensor
+
+    def __len__(self) -> int:
+        return len(self.matrices)
+
+    def at(self, matrix: Tensor) -> Tensor:
+        """(questions,): the answers of a whole matrix."""
+        return (self.matrices.double() * matrix.double()).sum((1, 2))
+
+    def of(self, rows: Sides) -> Tensor:
+        """(rows, questions): the answer of each row."""
+        (top, left), b = rows.at, rows.b
+        D = self.matrices.to(rows.a.device)
+        if b is None:
+            return rows.a @ D[:, top : top + rows.a.shape[1], left].to(rows.a).T
+        D = D[:, :, left : left + b.shape[-1]].to(b)
+        if rows.a.ndim == 1:
+            return torch.einsum("qri,ri->rq", D[:, rows.a + top], b)
+        D = D[:, top : top + rows.a.shape[1]]
+        if b.ndim == 2:
+            return torch.einsum("ra,qab,rb->rq", rows.a, D, b)
+        groups = b.shape[1]
+        return torch.einsum("rgo,qgoi,rgi->rq", by_group(rows.a, groups), by_group(D, groups), b)

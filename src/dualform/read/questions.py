@@ -1,0 +1,105 @@
+"""From a layer's inputs and an output to linear questions about its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualform.ledger import Book, Term
+from dualform.memory.blocks import Bilinear, Functional, as_matrix, by_group
+from dualform.record.optimizers import Operator, Sided
+
+
+def layer_output(
+    terms: Mapping[str, Term], parameters: Mapping[str, Tensor], keys: Tensor
+) -> Tensor:
+    """(queries, outputs): what a stream's parameters make of its keys, in float64."""
+    parts = [
+        _one_output(term, as_matrix(parameters[book].double(), term.view, term.groups), keys)
+        for book, term in terms.items()
+    ]
+    width = max(part.shape[-1] for part in parts)
+    return torch.stack([part.expand(len(keys), width) for part in parts]).sum(0)
+
+
+def _one_output(term: Term, matrix: Tensor, keys: Tensor) -> Tensor:
+    top, left = term.at
+    if term.form == "lookup":
+        return matrix[keys[:, 0] + top, left:]
+    keys = keys.double()
+    if term.form == "sum":
+        return matrix[top:, 0][None]
+    if term.form == "scale":
+        return keys * matrix[top : top + keys.shape[1], 0]
+    if term.groups == 1:
+        return keys @ matrix[top:, left : left + keys.shape[1]].T
+    weight = by_group(matrix[None], term.groups)[0]
+    return torch.einsum("goi,qgi->qgo", weight, by_group(keys, term.groups)).flatten(1)
+
+
+def functional(
+    book: Book, term: Term, keys: Tensor, directions: Tensor, units: Tensor | None
+) -> Functional | Bilinear:
+    """The question that queries put to one parameter.
+
+    `units` are the outputs asked about, where every direction is a single one.
+    """
+    shape = as_matrix(torch.empty(book.shape, device="meta"), term.view, term.groups).shape
+    (height, width), (top, left) = shape, term.at
+    if term.form == "lookup":
+        return Functional(keys[:, 0] + top, _placed(directions, left, width))
+    keys = keys.double()
+    if term.form == "outer" and term.groups > 1:
+        return _grouped(term, keys, directions, units)
+    if term.form == "outer":
+        beta = _placed(keys, left, width)
+    else:
+        beta = torch.ones(len(directions), 1, dtype=torch.float64)
+    if term.form == "scale":
+        if units is None:
+            directions = directions * keys
+        else:
+            beta = keys.gather(1, units[:, None])
+    alpha = _placed(directions, top, height) if units is None else units + top
+    return Functional(alpha, beta)
+
+
+def _grouped(
+    term: Term, keys: Tensor, directions: Tensor, units: Tensor | None
+) -> Functional | Bilinear:
+    grouped = by_group(keys, term.groups)
+    size = directions.shape[1] // term.groups
+    if units is not None:
+        return Functional(units, grouped[torch.arange(len(units)), units // size])
+    asked = by_group(directions, term.groups)
+    return Bilinear((asked[:, :, :, None] * grouped[:, :, None, :]).flatten(1, 2))
+
+
+def _placed(part: Tensor, start: int, size: int) -> Tensor:
+    """Rows of a block in the width of the whole."""
+    return F.pad(part, (start, size - start - part.shape[1]))
+
+
+def through(
+    question: Functional | Bilinear, operator: Operator, term: Term
+) -> Functional | Bilinear:
+    """The question as it is put to a gradient, when an operator made the change of it."""
+    if isinstance(operator, Tensor):
+        matrix = as_matrix(operator, term.view, term.groups).cpu()
+        if isinstance(question, Functional):
+            return question.scaled(matrix)
+        return Bilinear(question.matrices * matrix)
+    if isinstance(operator, Sided):
+        matrix, left = operator.matrix.cpu(), operator.left
+        if term.view == "swapped":
+            matrix, left = matrix.T, not left
+        if isinstance(question, Bilinear):
+            D = question.matrices
+            return Bilinear(matrix.T.to(D) @ D if left else D @ matrix.T.to(D))
+        return question.left(matrix) if left else question.right(matrix)
+    if isinstance(question, Functional):
+        return Functional(question.a, question.b * operator)
+    return Bilinear(question.matrices * operator)

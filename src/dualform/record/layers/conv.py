@@ -1,0 +1,210 @@
+"""Convolutions: a record is a sample's whole input, and its rows are the patches in it.
+
+What is stored is what the layer saw; the patches, several times as large, are unfolded when they
+are needed. A transposed convolution is an ordinary one over an input with zeros put in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualform.ledger import Stream, Term
+from dualform.memory.blocks import by_group
+from dualform.record.layers.use import (
+    Finder,
+    Found,
+    Function,
+    LayerKind,
+    Site,
+    Use,
+    bias_term,
+    named,
+    place,
+)
+
+
+class Conv(LayerKind):
+    """`F.conv1d/2d/3d` with every stride, padding, dilation and number of groups.
+
+    >>> F.conv2d in Conv.functions
+    True
+    """
+
+    functions = (F.conv1d, F.conv2d, F.conv3d)
+    names = "input weight bias stride padding dilation groups"
+
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> Use | None:
+        """Keys are the inputs, unpadded."""
+        given = named(args, kwargs, self.names, stride=1, padding=0, dilation=1, groups=1)
+        kernel = list(given["weight"].shape[2:])
+        dilation = _each(given["dilation"], len(kernel))
+        geometry = {
+            "kernel": kernel,
+            "stride": _each(given["stride"], len(kernel)),
+            "dilation": dilation,
+            "groups": int(given["groups"]),
+            "padding": _padding(given["padding"], kernel, dilation),
+        }
+        return _conv_use(find, given, geometry, out, swapped=False)
+
+
+class ConvTranspose(LayerKind):
+    """`F.conv_transpose1d/2d/3d`.
+
+    >>> F.conv_transpose2d in ConvTranspose.functions
+    True
+    """
+
+    functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+    names = "input weight bias stride padding output_padding groups dilation"
+
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> Use | None:
+        """Keys are the inputs; zeros are put in between when patches are unfolded."""
+        defaults = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+        given = named(args, kwargs, self.names, **defaults)
+        kernel = list(given["weight"].shape[2:])
+        names = ("dilation", "padding", "output_padding", "stride")
+        dilation, padding, extra, stride = (_each(given[name], len(kernel)) for name in names)
+        reach = [d * (k - 1) - p for d, k, p in zip(dilation, kernel, padding, strict=True)]
+        geometry = {
+            "kernel": kernel,
+            "stride": [1] * len(kernel),
+            "dilation": dilation,
+            "groups": int(given["groups"]),
+            "padding": [[r, r + e] for r, e in zip(reach, extra, strict=True)],
+            "stuffing": stride,
+        }
+        return _conv_use(find, given, geometry, out, swapped=True)
+
+
+def _conv_use(
+    find: Finder,
+    given: Mapping[str, Any],
+    geometry: dict[str, Any],
+    out: Tensor,
+    swapped: bool,
+) -> Use | None:
+    W, b = find(given["weight"]), find(given["bias"])
+    first = W or b
+    if first is None:
+        return None
+    x, dims = given["input"], len(geometry["kernel"]) + 1
+    batched = x.ndim > dims
+    x = x if batched else x[None]
+    key = (place(W), place(b), repr(geometry), x.shape[1:])
+    site = find.site(key, lambda: _site(first.label, W, b, geometry, dims, swapped))
+    if site is None:
+        return None
+    return Use(site, out, x, None if batched else lambda error: error[None])
+
+
+def _site(
+    label: str,
+    W: Found | None,
+    b: Found | None,
+    geometry: dict[str, Any],
+    dims: int,
+    swapped: bool,
+) -> Site | None:
+    terms = bias_term(b) or {}
+    if W is not None and (found := W.matrix(swapped)) is not None:
+        view, at = found
+        terms = {W.book: Term("outer", view, geometry["groups"], at), **terms}
+    layout = {"kind": "patches", **geometry}
+    return Site(label, terms, dims, dims, layout, axis=0) if terms else None
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    """One number for each dimension."""
+    listed = [int(v) for v in value] if isinstance(value, Sequence) else [int(value)]
+    return listed * dims if len(listed) == 1 else listed
+
+
+def _padding(padding: Any, kernel: list[int], dilation: list[int]) -> list[list[int]]:
+    """What is added before and after, for each dimension; "same" adds an odd one after."""
+    if padding == "valid":
+        return [[0, 0] for _ in kernel]
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return [[total // 2, total - total // 2] for total in totals]
+    return [[p, p] for p in _each(padding, len(kernel))]
+
+
+def patches(stream: Stream, records: Tensor) -> Tensor:
+    """(records, positions, channels × kernel): what each output position saw.
+
+    >>> import torch
+    >>> layout = dict(kernel=[2], stride=[1], dilation=[1], groups=1, padding=[[0, 0]])
+    >>> line = Stream("conv", (1, 4), (1, 3), dict(kind="patches", **layout))
+    >>> patches(line, torch.tensor([[1.0, 2.0, 3.0, 4.0]])).tolist()
+    [[[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]]
+    """
+    layout = stream.layout
+    x = _prepared(stream, records)
+    spans = zip(layout["kernel"], layout["stride"], layout["dilation"], strict=True)
+    for axis, (kernel, stride, dilation) in enumerate(spans, start=2):
+        x = x.unfold(axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+    dims = len(layout["kernel"])
+    if "stuffing" in layout:
+        x = x.flip(list(range(2 + dims, 2 + 2 * dims)))
+    return x.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
+
+
+def _prepared(stream: Stream, records: Tensor) -> Tensor:
+    """The inputs with zeros put in between and around."""
+    x, layout = records.reshape(-1, *stream.keys), stream.layout
+    if "stuffing" in layout:
+        x = _stuff(x, layout["stuffing"])
+    return F.pad(x, [p for pair in reversed(layout["padding"]) for p in pair])
+
+
+def _stuff(x: Tensor, stuffing: list[int]) -> Tensor:
+    sizes = [s * (n - 1) + 1 for s, n in zip(stuffing, x.shape[2:], strict=True)]
+    stuffed = x.new_zeros(*x.shape[:2], *sizes)
+    every: list[Any] = [slice(None, None, s) for s in stuffing]
+    stuffed[(..., *every)] = x
+    return stuffed
+
+
+def at_positions(stream: Stream, records: Tensor) -> Tensor:
+    """(records, positions, channels): values of a convolution, position by position.
+
+    >>> import torch
+    >>> at_positions(Stream("conv", (1, 4), (2, 3)), torch.arange(6.0)[None]).shape
+    torch.Size([1, 3, 2])
+    """
+    return records.reshape(len(records), stream.values[0], -1).movedim(1, 2)
+
+
+def responses(stream: Stream, records: Tensor, vectors: Tensor) -> Tensor:
+    """(rows, groups, vectors): each patch times some vectors, found without unfolding.
+
+    >>> import torch
+    >>> layout = dict(kernel=[2], stride=[1], dilation=[1], groups=1, padding=[[0, 0]])
+    >>> line = Stream("conv", (1, 4), (1, 3), dict(kind="patches", **layout))
+    >>> responses(line, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.ones(2, 1)).flatten()
+    tensor([3., 5., 7.])
+    """
+    layout, dims = stream.layout, len(stream.keys) - 1
+    groups = layout["groups"]
+    kernel = vectors.T.reshape(-1, stream.keys[0] // groups, *layout["kernel"])
+    if "stuffing" in layout:
+        kernel = kernel.flip(list(range(2, 2 + dims)))
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    out = convolve(
+        _prepared(stream, records),
+        kernel.repeat(groups, *[1] * (dims + 1)),
+        stride=layout["stride"],
+        dilation=layout["dilation"],
+        groups=groups,
+    )
+    found: Tensor = by_group(out.flatten(2), groups).permute(0, 3, 1, 2).flatten(0, 1)
+    return found

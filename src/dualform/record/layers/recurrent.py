@@ -1,0 +1,80 @@
+"""Recurrent layers, whose fused kernels hide the errors of each time step: they are recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualform.ledger import Term
+from dualform.record.layers.unroll import Call, rows_of
+from dualform.record.layers.use import Finder, Function, LayerKind, Rows, Site, bias_term, place
+
+
+class Recurrent(LayerKind):
+    """`nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells: one stream for each of their matrices.
+
+    >>> torch.lstm in Recurrent.functions
+    True
+    """
+
+    functions = (
+        torch.lstm,
+        torch.gru,
+        torch.rnn_tanh,
+        torch.rnn_relu,
+        torch.lstm_cell,
+        torch.gru_cell,
+        torch.rnn_tanh_cell,
+        torch.rnn_relu_cell,
+    )
+
+    def call(self, run: Any, func: Function, args: Any, kwargs: Any) -> Any:
+        """Remembers the random state that dropout between layers starts from."""
+        self._call = Call.of(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> RecurrentUse | None:
+        """Rows for every matrix that is trained."""
+        if not self._call.replayable:
+            return None  # dropout drawn inside a fused kernel
+        outputs = out if isinstance(out, tuple) else (out,)
+        return RecurrentUse(find, self._call, outputs)
+
+
+class RecurrentUse:
+    """One call of a recurrent layer."""
+
+    superseded = False
+
+    def __init__(self, find: Finder, call: Call, outputs: tuple[Tensor, ...]) -> None:
+        self._find, self._call, self.outputs = find, call, outputs
+        self._order = find.order
+
+    def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
+        """Keys of every matrix, and values where errors are given; batch first."""
+        for found in rows_of(self._call, errors):
+            site = self._site(found.weight, found.bias)
+            if site is not None:
+                values = None if found.values is None else self._in_order(found.values)
+                yield Rows(site, self._in_order(found.keys), values)
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        return rows if self._order is None else rows[self._order]
+
+    def _site(self, weight: Tensor, bias: Tensor | None) -> Site | None:
+        W, b = self._find(weight), self._find(bias)
+
+        def build() -> Site | None:
+            terms = bias_term(b) or {}
+            if W is not None and (found := W.matrix()) is not None:
+                terms = {W.book: Term("outer", found[0], at=found[1]), **terms}
+            return Site((W or b).label, terms, axis=0) if terms else None  # type: ignore[union-attr]
+
+        if W is None and b is None:
+            return None
+        return self._find.site(("recurrent", place(W), place(b)), build)

@@ -1,0 +1,208 @@
+"""A use: one call of a torch function in which parameters take part linearly.
+
+Books belong to parameters, not to classes of modules. While a model runs, every torch function that
+is handed a parameter (or a view of one) is looked up among the kinds of this folder; a kind says
+what the call's rows are, for `nn.Linear` as for `F.linear(x, self.w[:8])`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+from torch import Tensor, nn
+
+from dualform.ledger import Term
+
+
+@dataclass(frozen=True)
+class Site:
+    """What all uses of the same kind of the same parameters have in common: their stream."""
+
+    label: str
+    """A parameter's name, to call the stream after."""
+    terms: Mapping[str, Term]
+    """The books that are fed, each with its form."""
+    key_dims: int = 1
+    """How many trailing dimensions of the keys make up one record."""
+    value_dims: int = 1
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    axis: int | None = None
+    """The dimension that counts samples; None where it is found by its size."""
+
+
+class Rows(NamedTuple):
+    """What a use leaves behind: keys, and once the errors are known, values."""
+
+    site: Site
+    keys: Tensor
+    values: Tensor | None
+
+
+@dataclass(slots=True)
+class Use:
+    """One call: where its keys come from, and how its errors become values."""
+
+    site: Site
+    output: Tensor
+    """Its gradient is the error."""
+    key: Tensor | Callable[[], Tensor]
+    value: Callable[[Tensor], Tensor] | None = None
+    superseded: bool = False
+    """Whether a later call has been found to show the same rows sample by sample."""
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors whose gradients `rows` wants."""
+        return (self.output,)
+
+    def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
+        """Keys, and values where errors are given."""
+        if self.superseded or (errors is not None and errors[0] is None):
+            return ()
+        keys = self.key if isinstance(self.key, Tensor) else self.key()
+        if errors is None:
+            return (Rows(self.site, keys, None),)
+        error = errors[0]
+        assert error is not None
+        return (Rows(self.site, keys, error if self.value is None else self.value(error)),)
+
+
+class Found(NamedTuple):
+    """A parameter in a call's arguments: itself, or a view of it."""
+
+    book: str
+    label: str
+    """What it is called where it is used, if several modules share it."""
+    parameter: Tensor
+    given: Tensor
+
+    def matrix(self, swapped: bool = False) -> tuple[str, tuple[int, int]] | None:
+        """The view in which the given tensor is a block of the parameter's matrix, and its place.
+
+        `swapped` for a tensor whose second dimension counts outputs. None where it is no block.
+        """
+        given, whole = self.given, self.parameter
+        if given.ndim < 2 or whole.ndim < 2 or not whole.is_contiguous():
+            return None
+        width = whole.numel() // max(1, len(whole))
+        at = divmod(self._offset(), max(1, width))
+        if given.stride(0) == width and given[:1].is_contiguous():
+            turned = swapped
+        elif given.ndim == whole.ndim == 2 and given.stride() == (1, width):
+            turned = not swapped
+        else:
+            return None
+        if turned and whole.ndim > 2 and given is not whole:
+            return None
+        return ("swapped", (at[1], at[0])) if turned else ("rows", at)
+
+    def flat(self) -> tuple[int, int] | None:
+        """Where the given tensor begins in the flattened parameter; None where it is no stretch."""
+        if not (self.given.is_contiguous() and self.parameter.is_contiguous()):
+            return None
+        return self._offset(), 0
+
+    def _offset(self) -> int:
+        return int(self.given.storage_offset()) - int(self.parameter.storage_offset())
+
+
+class Finder:
+    """Knows a model's parameters by identity, and the sites met so far.
+
+    Those that are not trained count only where `frozen` says so.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], frozen: bool = False) -> None:
+        self._frozen = frozen
+        self._names = {id(p): (name, p) for name, p in parameters.items()}
+        self._sites: dict[Hashable, Site | None] = {}
+        self.labels: dict[str, str] = {}
+        """What shared parameters are called in the module that is running."""
+        self.axis: int | None = None
+        """The dimension that counts samples, where a kind knows it of the calls inside its own."""
+        self.order: Tensor | None = None
+        """Where each sample of a packed sequence stands, which is sorted by length."""
+        self.recent: dict[int, Use] = {}
+        """Table reads of this forward pass by their output, which may yet be broadcast."""
+
+    def __call__(self, tensor: Any) -> Found | None:
+        """The parameter behind a tensor that is trained, or None."""
+        if not isinstance(tensor, Tensor):
+            return None
+        known = self._names.get(id(tensor))
+        if known is None:
+            base = tensor._base
+            known = None if base is None else self._names.get(id(base))
+            if known is None or not _distinct(tensor):
+                return None
+        name, parameter = known
+        if not (parameter.requires_grad or self._frozen):
+            return None
+        return Found(name, self.labels.get(name, name), parameter, tensor)
+
+    def site(self, key: Hashable, build: Callable[[], Site | None]) -> Site | None:
+        """The site known under a key; made at the first call."""
+        if key not in self._sites:
+            self._sites[key] = build()
+        return self._sites[key]
+
+
+def _distinct(tensor: Tensor) -> bool:
+    """Whether every element of a view is another element of its base."""
+    return all(s > 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+
+
+def place(found: Found | None) -> Hashable:
+    """What tells the parts of parameters apart, to know a site by."""
+    if found is None:
+        return None
+    given = found.given
+    if given is found.parameter:
+        return found.book, found.label
+    return found.book, found.label, given.storage_offset(), given.shape, given.stride()
+
+
+def bias_term(found: Found | None) -> dict[str, Term] | None:
+    """The term of an offset; empty where there is no trained one, None where it is no stretch."""
+    if found is None:
+        return {}
+    at = found.flat()
+    return None if at is None else {found.book: Term("sum", "flat", at=at)}
+
+
+Function: TypeAlias = Callable[..., Any]
+
+
+class LayerKind(ABC):
+    """A kind of layer: which torch functions it is, and what a call of one leaves as rows.
+
+    A new kind names its functions and writes `use`.
+    """
+
+    functions: ClassVar[tuple[Function, ...]]
+
+    def call(self, run: Callable[..., Any], func: Function, args: Any, kwargs: Any) -> Any:
+        """Makes the call; a kind that must look inside does it differently."""
+        return func(*args, **kwargs)
+
+    @abstractmethod
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> Any:
+        """The call as a `Use`, or None where no parameter takes part as this kind books it."""
+
+
+def named(
+    args: Sequence[Any], kwargs: Mapping[str, Any], names: str, **defaults: Any
+) -> dict[str, Any]:
+    """A call's arguments by name, given the names in order.
+
+    >>> named([3], {"c": 5}, "a b c", b=1)
+    {'a': 3, 'b': 1, 'c': 5}
+    """
+    order = names.split()
+    empty = dict.fromkeys(order)
+    return {**empty, **defaults, **dict(zip(order, args, strict=False)), **kwargs}

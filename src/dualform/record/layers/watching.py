@@ -1,0 +1,126 @@
+"""Seeing a model's torch calls as uses of its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from dualform.ledger.format import ROOT
+from dualform.record.layers.use import Finder, Function, LayerKind
+
+
+class Watching(TorchFunctionMode):
+    """While it is entered, every call that uses a known parameter is handed to `take`."""
+
+    def __init__(
+        self, find: Finder, kinds: Mapping[Function, LayerKind], take: Callable[[Any], None]
+    ) -> None:
+        super().__init__()
+        self._find, self._kinds, self._take = find, kinds, take
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Makes the call, and looks at it if its function belongs to a kind."""
+        kind = self._kinds.get(func)
+        if kind is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        out = kind.call(self._inside, func, args, kwargs)
+        use = kind.use(self._find, func, args, kwargs, out)
+        if use is not None:
+            self._take(use)
+        return out
+
+    def _inside(self, func: Function, args: Any, kwargs: Any, axis: int) -> Any:
+        """Runs a function with the calls inside it being watched."""
+        before, self._find.axis = self._find.axis, axis
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            self._find.axis = before
+
+
+def shared_labels(model: nn.Module, find: Finder) -> list[RemovableHandle]:
+    """Hooks that note under which of its names a shared parameter is being used."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [
+        _note(model, find, shared[0], name)
+        for shared in names.values()
+        if len(shared) > 1
+        for name in shared
+    ]
+
+
+def _note(model: nn.Module, find: Finder, book: str, name: str) -> RemovableHandle:
+    owner = model.get_submodule(name.rpartition(".")[0])
+
+    def note(module: nn.Module, args: Any) -> None:
+        find.labels[book] = name
+
+    return owner.register_forward_pre_hook(note)
+
+
+def arrangement(
+    lead: tuple[int, ...], samples: int, axis: int | None, folded: bool, usual: int = 0
+) -> int | None:
+    """Which dimension counts the samples: 0, 1, or None where no dimension does.
+
+    Several positions may be folded into the first dimension, sample by sample (or position by
+    position, where `usual` or `axis` says that samples come second).
+
+    >>> arrangement((8, 5), 8, None, True), arrangement((5, 8), 8, None, True)
+    (0, 1)
+    >>> arrangement((40,), 8, None, True), arrangement((1, 5), 8, None, True)
+    (0, None)
+    """
+    if not lead or samples == 0:
+        return 0 if samples == 1 else None
+    wanted = usual if axis is None else axis
+    if axis is None and lead[0] == samples and not (usual and len(lead) > 1 and lead[1] == samples):
+        return 0
+    if len(lead) > 1 and lead[1] == samples and (wanted == 1 or lead[0] > 1) and axis != 0:
+        return 1
+    fits = lead[0] % samples == 0 and (folded or lead[0] == samples)
+    if not fits:
+        return None
+    return wanted if len(lead) == 1 else 0
+
+
+def sample_major(slots: Tensor, samples: int, axis: int, dims: int) -> Tensor:
+    """(slots × rows, …): slots whose rows are brought into the order of samples, then flattened.
+
+    >>> import torch
+    >>> slots = torch.arange(6).reshape(1, 3, 2, 1)  # one slot: 3 positions, 2 samples
+    >>> sample_major(slots, 2, axis=1, dims=1).flatten()
+    tensor([0, 2, 4, 1, 3, 5])
+    """
+    lead = slots.ndim - dims - 1
+    if axis == 1:
+        if lead == 1:
+            places = slots.shape[1] // samples
+            slots = slots.reshape(len(slots), places, samples, *slots.shape[2:])
+        slots = slots.transpose(1, 2)
+    cut = slots.ndim - dims
+    return slots.reshape(math.prod(slots.shape[:cut]), math.prod(slots.shape[cut:]))
+
+
+def stream_name(label: str) -> str:
+    """What a stream is called: its layer, or its parameter where that has a name of its own.
+
+    >>> [stream_name(n) for n in ("fc.weight", "attn.in_proj_weight", "rnn.weight_ih_l0", "cls")]
+    ['fc', 'attn.in_proj', 'rnn.ih_l0', 'cls']
+    """
+    owner, _, name = label.rpartition(".")
+    if name in ("weight", "bias"):
+        return owner or ROOT
+    short = name.removesuffix("_weight").removeprefix("weight_")
+    return f"{owner}.{short}" if owner else short

@@ -1,0 +1,50 @@
+"""RMSprop as torch.optim does it, in every variant."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+
+
+class RMSpropRule(StateRule):
+    """Momentum μ, centered, coupled weight decay λ, maximize.
+
+    With `d = ±g + λ W`: `v ← α v + (1 - α) d²`, `P = 1 / (√v + ε)`, `W ← W - η P d`.
+    Centered, `a ← α a + (1 - α) d` and `P = 1 / (√(v - a²) + ε)`.
+    With momentum, `b ← μ b + P d` and `W ← W - η b`.
+
+    >>> rule, start, gradient = RMSpropRule(), torch.zeros(1), torch.tensor([2.0])
+    >>> hyper = dict(zip(rule.fields, (0.1, 0.75, 0.0, 0.0, 0.5, 0.0, 0.0)))
+    >>> step, state = rule.transition(hyper, {}, start, start, gradient)
+    >>> step.forward(start, start, gradient)
+    (tensor([-0.2000]), tensor([2.]))
+    """
+
+    name = "rmsprop"
+    fields = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
+    buffer = "momentum_buffer"
+    state = ("square_avg", "grad_avg")
+
+    def accepts(self, optimizer: Optimizer) -> bool:
+        """Exactly torch's own class."""
+        return is_plain(optimizer, "RMSprop")
+
+    def transition(
+        self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
+    ) -> tuple[Transition, State]:
+        """The step, and the averages after it."""
+        descent, alpha = Descent.of(hyper), hyper["alpha"]
+        d = descent.direction(W, gradient)
+        v = alpha * state.get("square_avg", torch.zeros_like(d)) + (1 - alpha) * d**2
+        after = {**state, "square_avg": v}
+        if hyper["centered"]:
+            a = alpha * state.get("grad_avg", torch.zeros_like(d)) + (1 - alpha) * d
+            v, after["grad_avg"] = v - a**2, a
+        P = 1 / (v.sqrt() + hyper["eps"])
+        if hyper["momentum"] > 0:
+            return descent.transition(hyper["lr"], keep=hyper["momentum"], take=P), after
+        return descent.transition(along_d=hyper["lr"] * P), after
