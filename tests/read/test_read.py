@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dualform
 from dualform.errors import (
@@ -333,3 +335,36 @@ def test_the_largest_rows_are_found(rows: int, queries: int, k: int, chunk: int,
         order = values[:, query].abs().argsort(descending=True)[:k]
         assert mine[:, 2].tolist() == order.tolist()
         assert torch.equal(mine[:, 1].float(), values[order, query])
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("decay", [None, 0.7])
+def test_means_of_weights_are_reads_of_the_same_rows(
+    make: Callable[..., torch.optim.Optimizer], decay: float | None, tmp_path: Path
+) -> None:
+    """torch's own AveragedModel, against the run read for the mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = make(model.parameters(), lr=0.05, weight_decay=0.01)
+    rule = None if decay is None else get_ema_multi_avg_fn(decay)
+    mean = AveragedModel(model, multi_avg_fn=rule)
+    x, y = torch.randn(8, 4).double(), torch.randn(8, 3).double()
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for number in range(1, 9):
+            recorder.samples(range(8))
+            (model(x) - y).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number in (3, 5, 6, 8):
+                mean.update_parameters(model)
+    run = dualform.open(tmp_path / "run").average([3, 5, 6, 8], decay)
+    for name, weight in run.state_dict().items():
+        assert (weight - mean.module.state_dict()[name]).abs().max() < 1e-13
+    reading = run.spotlight(mean.module, x[:2])["2"]
+    parts = reading.initial + reading.samples().values.sum(0)
+    output = mean(x[:2]).detach().max(1).values.numpy()
+    assert abs(parts - output).max() < 1e-12
+    with pytest.raises(ReadingError, match="a mean of weights was never kept"):
+        run.audit()
+    with pytest.raises(UnknownStepError, match="in order, each once"):
+        run.average([5, 3])

@@ -4,6 +4,5 @@
 """
 
 from dualform.integrations.ids import with_ids
-from dualform.integrations.unwrap import unwrap
 
-__all__ = ["unwrap", "with_ids"]
+__all__ = ["with_ids"]

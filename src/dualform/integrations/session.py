@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from dualform.errors import RecordingError
-from dualform.integrations.unwrap import unwrap
 from dualform.record import Recorder, record
 
 
@@ -31,7 +30,7 @@ class Session:
     def __init__(
         self, owner: object, model: nn.Module, optimizer: Any, path: Path, **options: Any
     ) -> None:
-        self.recorder = record(*unwrap(model, optimizer), path, **options).__enter__()
+        self.recorder = record(model, optimizer, path, **options).__enter__()
         self._undo: list[Callable[[], None]] = []
         broken_off = RecordingError("training broke off.")
         self._abandon = weakref.finalize(owner, _end, self.recorder, self._undo, broken_off)

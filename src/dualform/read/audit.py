@@ -121,7 +121,7 @@ def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -
     lines = []
     for book in ledger.info.books:
         weight = kept[book.name].double()
-        change = weight - initial_part(ledger, accounting, book)
+        change = weight - initial_part(accounting, book)
         gap, scale = (weight - books[book.name]).norm(), change.norm()
         small = bool(scale <= _rounding(book, measured) * weight.norm())
         remainder = float(gap / (weight.norm() if small else scale).clamp_min(1e-300))
@@ -152,7 +152,13 @@ def _line(
 
 
 def _bytes(ledger: Ledger, book: Book) -> int:
-    """What the book takes on disk; an offset shares the rows of its weight, if there is one."""
-    outer = [stream for stream, term in book.terms.items() if term.form != "sum"]
-    arrays = [f"{stream}/{part}" for stream in outer for part in ("keys", "values")]
+    """What the book takes on disk; rows that several books share are counted for one of them."""
+    own = [stream for stream in book.terms if _payer(ledger, stream) == book.name]
+    arrays = [f"{stream}/{part}" for stream in own for part in ("keys", "values")]
     return sum(ledger.array_bytes(name) for name in [*arrays, f"{book.name}/changes"])
+
+
+def _payer(ledger: Ledger, stream: str) -> str:
+    """The book that a stream's bytes are counted for: a weight rather than its bias."""
+    fed = [book for book in ledger.info.books if stream in book.terms]
+    return min(fed, key=lambda book: book.terms[stream].form == "sum").name

@@ -23,6 +23,7 @@ from dualform.record.optimizers import (
     Pair,
     ScalarRule,
     StateRule,
+    plus,
     rule_named,
 )
 
@@ -44,8 +45,16 @@ class Span:
 class Accounting:
     """The coefficients of every book, read as of step `until`."""
 
-    def __init__(self, ledger: Ledger, until: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        until: int,
+        device: torch.device | str = "cpu",
+        shares: Sequence[float] = (),
+    ) -> None:
         self.ledger, self.until, self.device = ledger, until, device
+        self._shares = [*shares] or [*[0.0] * until, 1.0]
+        """How much the parameters after each step count: a mean, or only the last of them."""
         self.rule = rule_named(ledger.info.rule)
         self._columns = {book.name: at for at, book in enumerate(ledger.info.books)}
         self._known: dict[tuple[bytes, ...], Coefficients] = {}
@@ -110,7 +119,8 @@ class Accounting:
             found = {r.book.name: r.back(first, last) for r in replays}
             yield Span(first, last, dict(found))
         for replay in replays:
-            self._initial[replay.book.name] = replay.r
+            on_W, on_b = replay.r
+            self._initial[replay.book.name] = (plus(on_W, self._shares[0]), on_b)
 
     def initial(self, book: Book) -> Pair:
         """What has become of the book's first value, and of its first buffer."""
@@ -121,6 +131,10 @@ class Accounting:
             for _ in self.spans([book]):
                 pass
         return self._initial[book.name]
+
+    def changes(self) -> list[float]:
+        """(T + 1,): how much an observed change counts by its step's number: it stays."""
+        return [float(share) for share in np.cumsum(self._shares[::-1])[::-1]]
 
     def history(self, book: Book) -> History:
         """What happened to the book, step by step."""
@@ -135,7 +149,7 @@ class Accounting:
         history = self.history(book)
         key = (history.states.tobytes(), history.hyper.tobytes(), repr(history.buffers).encode())
         if key not in self._known:
-            self._known[key] = rule.coefficients(history)
+            self._known[key] = rule.coefficients(history, self._shares)
         return self._known[key]
 
     def _numbers(self, rule: ScalarRule, book: Book) -> Numbers:
@@ -146,7 +160,9 @@ class Accounting:
 
     def _replay(self, rule: StateRule, book: Book, spans: Sequence[tuple[int, int]]) -> Replay:
         factors = self.factors(book).tolist()
-        return Replay(self.ledger, rule, book, self.history(book), factors, spans, self.device)
+        return Replay(
+            self.ledger, rule, book, self.history(book), factors, spans, self._shares, self.device
+        )
 
 
 def _by_book(hyper: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from dualform.errors import ModelMismatchError, ReadingError
-from dualform.ledger import Ledger, Stream, Term
+from dualform.ledger import Declaration, Ledger, Stream, Term
 from dualform.ledger.samples import SampleId
 from dualform.read.questions import layer_output
 from dualform.read.scan import RowColumns, widen
 from dualform.record.layers import (
     Finder,
     Rows,
+    Site,
     Watching,
     expand,
     kinds,
@@ -43,52 +44,51 @@ def ask(
     model: nn.Module, x: Any, ledger: Ledger, weights: Mapping[str, Tensor]
 ) -> dict[str, LayerQueries]:
     """Runs the model on `x` in evaluation mode; keeps what each recorded layer sees."""
-    seen: dict[str, list[tuple[torch.Size, Tensor]]] = {}
+    uses: list[Any] = []
     find = Finder(dict(model.named_parameters()), frozen=True)
-    known = Known(ledger)
-
-    def take(use: Any) -> None:
-        for rows in use.rows(None):
-            stream = known.stream(rows)
-            if stream is not None:
-                shape, records = _records(rows, stream)
-                seen.setdefault(stream.name, []).append((shape, expand(stream, records, None)[0]))
-
     training = [module for module in model.modules() if module.training]
     hooks = shared_labels(model, find)
     try:
-        with torch.no_grad(), Watching(find, kinds(), take):
+        with torch.no_grad(), Watching(find, kinds(), uses.append):
             _call(model.eval(), x)  # asking must neither be random nor change the model
     finally:
         for hook in hooks:
             hook.remove()
         for module in training:
             module.training = True
-    return {
-        stream.name: _queries(ledger, stream, seen[stream.name], weights)
-        for stream in ledger.info.streams
-        if stream.name in seen
-    }
+    seen: dict[str, list[tuple[torch.Size, Tensor]]] = {}
+    with torch.no_grad():
+        for rows in (rows for use in uses for rows in use.rows(None)):
+            stream = _stream_of(rows, ledger)
+            if stream is not None:
+                lead, records = _records(rows, stream)
+                seen.setdefault(stream.name, []).append((lead, expand(stream, records, None)[0]))
+    return {name: _queries(ledger, name, calls, weights) for name, calls in seen.items()}
 
 
-class Known:
-    """Finds the recorded stream that a use of today belongs to."""
+def _stream_of(rows: Rows, ledger: Ledger) -> Stream | None:
+    """The recorded stream of the same parameters, used in the same way.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._declarations = ledger.info.declarations
+    A convolution may see an input of another size today.
+    """
+    site, found = rows.site, None
+    base = stream_name(site.label)
+    shape = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
+    for declared in ledger.info.declarations:
+        stream = declared.stream
+        same = stream.name == base or stream.name.startswith((f"{base}[", f"{base}@"))
+        if same and _fits(declared, site):
+            if stream.keys == shape or not stream.layout:
+                return stream
+            found = found or replace(stream, keys=shape)
+    return found
 
-    def stream(self, rows: Rows) -> Stream | None:
-        """The stream of the same parameters, used in the same way."""
-        site = rows.site
-        for declared in self._declarations:
-            stream = declared.stream
-            base = stream.name.partition("@")[0].partition("[")[0]
-            same = declared.terms == dict(site.terms) and stream.layout == dict(site.layout)
-            if same and base == stream_name(site.label):
-                shape = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
-                if not stream.layout or stream.keys == shape:
-                    return stream
-        return None
+
+def _fits(declared: Declaration, site: Site) -> bool:
+    """Whether the recorded terms are among those of today (a bias may have been frozen then)."""
+    return declared.terms.items() <= dict(site.terms).items() and (
+        declared.stream.layout == dict(site.layout)
+    )
 
 
 def _records(rows: Rows, stream: Stream) -> tuple[torch.Size, Tensor]:
@@ -109,7 +109,7 @@ def _call(model: nn.Module, x: Any) -> Any:
 
 def _queries(
     ledger: Ledger,
-    stream: Stream,
+    name: str,
     calls: list[tuple[torch.Size, Tensor]],
     weights: Mapping[str, Tensor],
 ) -> LayerQueries:
@@ -125,11 +125,11 @@ def _queries(
             for at in range(places)
         ]
     inputs = torch.cat([rows for _, rows in calls])
-    return LayerQueries(names, inputs, layer_output(_terms(ledger, stream), weights, inputs))
+    return LayerQueries(names, inputs, layer_output(_terms(ledger, name), weights, inputs))
 
 
-def _terms(ledger: Ledger, stream: Stream) -> dict[str, Term]:
-    return {b.name: b.terms[stream.name] for b in ledger.info.books if stream.name in b.terms}
+def _terms(ledger: Ledger, stream: str) -> dict[str, Term]:
+    return {book.name: book.terms[stream] for book in ledger.info.books if stream in book.terms}
 
 
 def last_seen(
@@ -149,7 +149,7 @@ def last_seen(
             for name, keys in zip(names, rows, strict=True)
             for at in range(len(keys))
         ]
-        outputs = layer_output(_terms(ledger, stream), weights, inputs)
+        outputs = layer_output(_terms(ledger, stream.name), weights, inputs)
         found[stream.name] = LayerQueries(labels, inputs, outputs)
     return found
 

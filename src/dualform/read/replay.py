@@ -53,20 +53,22 @@ class Replay:
         history: History,
         factors: Sequence[float],
         spans: Sequence[tuple[int, int]],
+        shares: Sequence[float],
         device: torch.device | str = "cpu",
     ) -> None:
         self._ledger, self._rule, self.book, self._history = ledger, rule, book, history
         self._factors, self._spans, self._device = factors, spans, device
+        self._shares = shares
         self._moments: dict[int, Moment] = {}
         """The state before the first step of each span, as far as known."""
-        self.r: Pair = (1.0, 0.0)
+        self.r: Pair = (0.0, 0.0)
 
     def back(self, first: int, last: int) -> dict[int, Operator]:
         """The coefficient of each step of a span, by its number."""
-        if not (self._history.states[first - 1 : last] == BY_ROW).any():
-            return {}
-        transitions, _ = self._forward(self._before(first), first, last)
-        found, self.r = walk_back(transitions, self.r)
+        transitions = [STILL] * (last - first + 1)
+        if (self._history.states[first - 1 : last] == BY_ROW).any():
+            transitions, _ = self._forward(self._before(first), first, last)
+        found, self.r = walk_back(transitions, self.r, self._shares[first : last + 1])
         if not self._history.buffers.get(first - 1, True):
             self.r = (self.r[0], 0.0)  # a recorder started here, and its optimizer had no buffer
         numbered = enumerate(found, start=first)

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Group
 from rich.table import Table
@@ -58,9 +59,13 @@ class Run(Shown):
     """
 
     def __init__(
-        self, ledger: Ledger, step: int | None = None, device: torch.device | str = "cpu"
+        self,
+        ledger: Ledger,
+        step: int | None = None,
+        device: torch.device | str = "cpu",
+        shares: Sequence[float] = (),
     ) -> None:
-        self._ledger, self._device = ledger, device
+        self._ledger, self._device, self._shares = ledger, device, shares
         self.steps = ledger.last_step if step is None else step
         """The step the run is read at; without `at`, the last one committed."""
 
@@ -107,8 +112,44 @@ class Run(Shown):
             )
         return Run(self._ledger, step, self._device)
 
+    def average(self, steps: Sequence[int], decay: float | None = None) -> Run:
+        """The same run, read for a mean of its weights: what EMA and SWA evaluate.
+
+        >>> from dualform.testing import tiny_run
+        >>> run, _, _ = tiny_run()
+        >>> swa = run.average(steps=[4, 5, 6]).state_dict()
+        >>> parts = [run.at(step).state_dict()["0.weight"] for step in (4, 5, 6)]
+        >>> bool((swa["0.weight"] - sum(parts) / 3).abs().max() < 1e-6)
+        True
+
+        Args:
+            steps: the steps after which the mean was updated, in order.
+            decay: of an exponential mean, which begins as the first of them (as in torch's
+                `get_ema_multi_avg_fn`); without, all count the same.
+        """
+        last = max(steps, default=0)
+        if (
+            not steps
+            or list(steps) != sorted(set(steps))
+            or not 0 <= steps[0] <= last <= self.steps
+        ):
+            raise UnknownStepError(
+                f"cannot average over steps {list(steps)[:5]}: give steps from 0 to {self.steps}, "
+                "in order, each once."
+            )
+        shares = np.zeros(last + 1)
+        ages = np.arange(len(steps))[::-1]
+        if decay is None:
+            shares[list(steps)] = 1 / len(steps)
+        else:
+            begun = np.where(ages == len(steps) - 1, 1.0, 1 - decay)
+            shares[list(steps)] = decay**ages * begun
+        return Run(self._ledger, last, self._device, shares.tolist())
+
     def audit(self) -> Audit:
         """Adds every book up and compares it with the weights that were kept."""
+        if self._shares:
+            raise ReadingError("a mean of weights was never kept; audit the run it was made from.")
         return make_audit(self._ledger, self.steps, self._device)
 
     def check(self) -> list[str]:
@@ -184,7 +225,7 @@ class Run(Shown):
 
     @cached_property
     def _accounting(self) -> Accounting:
-        return Accounting(self._ledger, self.steps, self._device)
+        return Accounting(self._ledger, self.steps, self._device, self._shares)
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
@@ -192,7 +233,7 @@ class Run(Shown):
         kept = max(self.kept_steps)
         kept_now = self._ledger.weights(kept).items()
         weights = {name: w for name, w in kept_now if not name.startswith((BUFFER, STATE))}
-        if kept != self.steps:
+        if kept != self.steps or self._shares:
             books = reconstruct(self._accounting)
             weights.update({name: book.to(weights[name].dtype) for name, book in books.items()})
         return weights

@@ -182,10 +182,10 @@ class Reading(Shown):
     @cached_property
     def check(self) -> Check:
         """initial + evidence + booked by step + remainder = total."""
-        ledger, accounting, until = self.source.ledger, self.source.accounting, self.source.until
+        accounting = self.source.accounting
         evidence = self._sums[0].sum(0)
-        initial = self._applied(lambda book: initial_part(ledger, accounting, book))
-        steps = self._applied(lambda book: step_part(ledger, book, until))
+        initial = self._applied(lambda book: initial_part(accounting, book))
+        steps = self._applied(lambda book: step_part(accounting, book))
         total = self._applied(lambda book: self.source.weights[book.name].double())
         return Check(initial, evidence, steps, total - initial - steps - evidence, total)
 

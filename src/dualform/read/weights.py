@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dualform.ledger import Book, Ledger, Term
+from dualform.ledger import Book, Term
 from dualform.ledger.format import BUFFER
 from dualform.memory.blocks import Sides, as_matrix, from_matrix
 from dualform.read.coefficients import Accounting, StepCoefficients
@@ -15,9 +15,9 @@ from dualform.read.scan import Chunk, Scan, row_sides
 from dualform.record.optimizers import apply
 
 
-def initial_part(ledger: Ledger, accounting: Accounting, book: Book) -> Tensor:
+def initial_part(accounting: Accounting, book: Book) -> Tensor:
     """`c0 · W_0` (and the buffer training started with), in float64."""
-    kept = ledger.weights(0)
+    kept = accounting.ledger.weights(0)
     on_W, on_b = accounting.initial(book)
     part = apply(on_W, kept[book.name].double())
     if BUFFER + book.name in kept:
@@ -25,14 +25,15 @@ def initial_part(ledger: Ledger, accounting: Accounting, book: Book) -> Tensor:
     return part.cpu()
 
 
-def step_part(ledger: Ledger, book: Book, until: int) -> Tensor:
+def step_part(accounting: Accounting, book: Book) -> Tensor:
     """The sum of the changes that were booked by step, in float64."""
-    total = torch.zeros(book.shape, dtype=torch.float64)
-    for shard in ledger.shards:
+    total, counts = torch.zeros(book.shape, dtype=torch.float64), accounting.changes()
+    for shard in accounting.ledger.shards:
         if f"{book.name}/changes" in shard.file:
             steps = shard.file.read(f"{book.name}/change_steps")
-            for at in torch.nonzero(steps <= until).flatten().tolist():
-                total += shard.file.read(f"{book.name}/changes", at, at + 1)[0].double()
+            for at in torch.nonzero(steps <= accounting.until).flatten().tolist():
+                change = shard.file.read(f"{book.name}/changes", at, at + 1)[0].double()
+                total += counts[int(steps[at])] * change
     return total
 
 
@@ -85,11 +86,9 @@ def _total(book: Book, term: Term, sides: Sides, coefficients: Tensor) -> Tensor
 
 def reconstruct(accounting: Accounting) -> dict[str, Tensor]:
     """Every parameter as the books add up to it, in float64."""
-    ledger, books = accounting.ledger, accounting.ledger.info.books
+    books = accounting.ledger.info.books
     rows = row_parts(accounting, books)
     return {
-        book.name: rows[book.name]
-        + initial_part(ledger, accounting, book)
-        + step_part(ledger, book, accounting.until)
+        book.name: rows[book.name] + initial_part(accounting, book) + step_part(accounting, book)
         for book in books
     }

@@ -108,14 +108,7 @@ class Books:
 
     def _give_up(self, number: int) -> list[dict[str, object]]:
         """Books that have a gradient, and no rows that could explain it: by step from here on."""
-        lost = {
-            name
-            for name in self._names
-            if name not in self._terms
-            and name not in self._by_step
-            and self._groups[self._columns[name]] >= 0
-            and self._plan.parameters[name].grad is not None
-        }
+        lost = {name for name, parameter in self._undecided if parameter.grad is not None}
         if not lost:
             return []
         self.keep_by_step(lost)
@@ -211,6 +204,11 @@ class Books:
         ]
         kept = list(enumerate(zip(self._names, self._parameters, self._states, strict=True)))
         self._probed = [(name, at, p) for at, (name, p, state) in kept if state == BY_ROW]
+        self._undecided = [
+            (name, p)
+            for at, (name, p, state) in kept
+            if state == UNTOUCHED and self._groups[at] >= 0
+        ]
         self._observed = [(at, p) for at, (_, p, state) in kept if state == OBSERVED]
         self._looks = {
             name: self._looks.get(name) or self._look(name) for name, _, _ in self._probed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ class Plan:
 
 def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
     """A book for every parameter; by step from the start where the optimizer has no rule."""
+    refuse_wrapped(model)
     parameters = dict(model.named_parameters())
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not known.intersection(map(id, parameters.values())):
@@ -30,7 +32,6 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
             "the optimizer has none of the model's parameters; give the one made with "
             "model.parameters()."
         )
-    _refuse_compiled(model)
     reason = "" if rule.fields else f"{type(optimizer).__name__} has no rule yet"
     books = tuple(
         Book(name, tuple(p.shape), dtype_name(p.dtype), reason=reason)
@@ -44,7 +45,27 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refuse_compiled(model: nn.Module) -> None:
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer that torch calls: a wrapper, such as accelerate's, keeps it as `.optimizer`."""
+    inner = optimizer
+    while isinstance(deeper := getattr(inner, "optimizer", None), Optimizer):
+        inner = deeper
+    if not isinstance(inner, Optimizer):
+        raise RecordingError(
+            f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a "
+            "wrapper that keeps one as its `.optimizer`."
+        )
+    return inner
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuses models whose own calls are not those that see the batch."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise RecordingError(
+            f"the model is wrapped in {type(model).__name__}: its gradients come from several "
+            "replicas. Record on one device and in one process (CUDA_VISIBLE_DEVICES=0, without "
+            "torchrun or with `accelerate launch --num_processes 1`)."
+        )
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             where = f"its module '{name}'" if name else "the model"

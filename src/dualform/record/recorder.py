@@ -22,7 +22,7 @@ from dualform.ledger.samples import Label, SampleId, describe_samples
 from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
 from dualform.record.optimizers import Rule, StateRule, rule_for
-from dualform.record.plan import Plan, make_plan
+from dualform.record.plan import Plan, make_plan, torch_optimizer
 from dualform.record.probe import settle_factors
 from dualform.record.settle import NOISY, UNEXPLAINED, Pages, Settler, Span, Step, to_host
 from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
@@ -80,7 +80,7 @@ class Recorder:
         self.path = path
         self.step = 0
         """How many optimizer steps are recorded."""
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizer = model, torch_optimizer(optimizer)
         self._dataset, self._resume, self._overwrite = dataset, resume, overwrite
         self._buffer_bytes = buffer_bytes
         self._handles: list[RemovableHandle] = []
@@ -284,7 +284,9 @@ class Recorder:
         return weights
 
     def _weight_bytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._model.parameters())
+        """What the weights take when they are kept, with what the optimizer remembers."""
+        kept = 2 + len(self._rule.state) if isinstance(self._rule, StateRule) else 1
+        return kept * sum(parameter.nbytes for parameter in self._model.parameters())
 
     def _deliver(self, parcel: Parcel) -> None:
         """On the writer's thread: settles the steps and commits what is due."""

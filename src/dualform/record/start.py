@@ -18,7 +18,7 @@ from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
 from dualform.ledger.format import BUFFER, STATE
 from dualform.ledger.samples import decode_ids
-from dualform.record.optimizers import Rule
+from dualform.record.optimizers import Rule, StateRule
 from dualform.record.plan import Plan
 
 
@@ -61,6 +61,8 @@ def resume_run(
     step = _matching_step(ledger, snapshot(model))
     start = {"buffers": buffered(memories(optimizer, plan, rule))}
     writer = LedgerWriter.resume(path, step, start)
+    if step and isinstance(rule, StateRule):  # what the optimizer remembers now is what counts
+        writer.weights(step, snapshot(model) | memories(optimizer, plan, rule), "resume")
     ledger = Ledger(path)  # as it reads now, without what was written beyond that step
     batches = ledger.column("batches")
     numbered = int(batches[:, 1].sum()) if len(batches) else 0
@@ -110,6 +112,11 @@ def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
 
 
 def _check_same(ledger: Ledger, plan: Plan, rule: Rule) -> None:
+    if ledger.info.accounts:
+        raise ModelMismatchError(
+            f"cannot go on with '{ledger.path}': it has format 1, which is only read; "
+            "record into another path."
+        )
     if ledger.info.rule != rule.name:
         raise ModelMismatchError(
             f"cannot go on with '{ledger.path}': it was recorded by the rule '{ledger.info.rule}', "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from dualform.record.layers import (
 )
 from dualform.record.tape import Batch, Page, Pool, Tape
 
+NOTHING = nullcontext()
+
 
 class Port:
     """Where the rows of one stream come in: its site, its declaration and its tape."""
@@ -44,6 +47,8 @@ class Port:
         self.stream = Stream(name, *shapes, dict(site.layout))
         self.terms = dict(site.terms)
         self.tape = Tape(pool)
+        self.arranged: tuple[Any, int | None] = (None, None)
+        """The shape of keys and batch last seen, and which dimension then counted samples."""
 
     @property
     def declaration(self) -> Declaration:
@@ -256,21 +261,24 @@ class Watch:
     # Uses
 
     def _take(self, use: Any) -> None:
-        nodes = [out.grad_fn for out in use.outputs if out.grad_fn is not None]
+        outputs = use.outputs
+        nodes = [node for out in outputs if (node := out.grad_fn) is not None]
         if not nodes:
             return
         batch = self._named_batch() if self._named else self._batch or self._new_batch(None)
-        if len(use.outputs) == 1:
-            nodes[0].register_prehook(self._backward(use, batch))
+        use.let_go()
+        backward = self._backward(use, batch)
+        if len(outputs) == 1:
+            nodes[0].register_prehook(backward)
         else:
-            torch.autograd.graph.register_multi_grad_hook(use.outputs, self._backward(use, batch))
+            torch.autograd.graph.register_multi_grad_hook(outputs, backward)
 
     def _backward(self, use: Any, batch: Batch) -> Callable[[Sequence[Tensor | None]], None]:
         self._calls += 1
         order = self._calls
 
         def backward(errors: Sequence[Tensor | None]) -> None:
-            with torch.no_grad():
+            with torch.no_grad() if torch.is_grad_enabled() else NOTHING:  # create_graph=True
                 for rows in use.rows(errors):
                     self._write(rows, batch, order)
 
@@ -281,16 +289,22 @@ class Watch:
         keys, values = rows.keys, rows.values
         if port is None or values is None or self.dropped.issuperset(port.terms):
             return
-        site = rows.site
-        lead = keys.shape[: keys.ndim - site.key_dims]
-        if not batch.size:
-            batch.begin(lead)
-        axis = arrangement(lead, batch.size, site.axis, site.key_dims > 0, batch.axis)
+        shape = (keys.shape, batch.size, batch.axis)
+        if port.arranged[0] != shape:
+            port.arranged = (shape, self._arrange(rows, batch))
+        axis = port.arranged[1]
         if axis is None:
             return  # rows of no sample in particular: the probe will tell
         if keys.dtype != values.dtype and keys.is_floating_point():
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
         self.bytes += port.tape.write(self.step, batch, keys, values, axis)
+
+    def _arrange(self, rows: Rows, batch: Batch) -> int | None:
+        site = rows.site
+        lead = rows.keys.shape[: rows.keys.ndim - site.key_dims]
+        if not batch.size:
+            batch.begin(lead)
+        return arrangement(lead, batch.size, site.axis, site.key_dims > 0, batch.axis)
 
 
 def _around(
@@ -306,9 +320,9 @@ def _first_tensor(given: Any) -> Tensor | None:
     """The first tensor with a dimension in nested arguments."""
     if isinstance(given, Tensor):
         return given if given.ndim else None
-    if isinstance(given, PackedSequence):
+    if isinstance(given, PackedSequence) or not isinstance(given, tuple | list | dict | Mapping):
         return None
-    parts = given.values() if isinstance(given, Mapping) else given
-    if not isinstance(given, Mapping | tuple | list):
-        return None
-    return next((found for part in parts if (found := _first_tensor(part)) is not None), None)
+    for part in given if isinstance(given, tuple | list) else given.values():
+        if (found := _first_tensor(part)) is not None:
+            return found
+    return None

@@ -87,7 +87,9 @@ def errors(rule: StateRule, training: Training, start: int) -> tuple[float, floa
         replayed = {**state, rule.buffer: b}
         for name, true in training.memory[t + 1].items():
             forward = max(forward, off(replayed[name], true))
-    coefficients, (on_W, on_b) = walk_back(transitions, (1.0, 0.0))
+    coefficients, (on_W, on_b) = walk_back(
+        transitions, (0.0, 0.0), [*[0.0] * (len(transitions) - 1), 1.0]
+    )
     parts = [apply(H, g) for H, g in zip(coefficients, training.gradients[start:], strict=True)]
     summed = apply(on_W, W_0) + apply(on_b, b_0) + sum(parts)
     return forward, off(summed, training.W[-1])

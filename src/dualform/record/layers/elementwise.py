@@ -39,8 +39,8 @@ class Offset(LayerKind):
         for operand, factor in zip(args[:2], sign, strict=True):
             if (found := find(operand)) is not None:
                 return _offset(find, found, out, factor)
-            read = find.recent.get(id(operand))
-            if read is not None and read.output.shape != out.shape:
+            added, read = find.recent.get(id(operand), (None, None))
+            if added is not None and read is not None and added.shape != out.shape:
                 return _broadcast_read(read, out, factor)
         return None
 
@@ -130,20 +130,22 @@ def _no_keys(to_rows: Callable[[Tensor], Tensor], out: Tensor) -> Callable[[], T
 def _scale(
     find: Finder, found: Found, out: Tensor, x: Callable[[], Tensor], shape: list[int]
 ) -> Use | None:
-    to_rows = _to_rows(shape, out.ndim)
+    to_rows, shape_of_out = _to_rows(shape, out.ndim), out.shape
     if found.given.numel() > 1:
         site = _site(find, found, "scale")
         return (
             None
             if site is None
-            else Use(site, out, lambda: to_rows(x().expand(out.shape)), to_rows)
+            else Use(site, out, lambda: to_rows(x().expand(shape_of_out)), to_rows)
         )
     site = _site(find, found, "sum")
 
     def value(error: Tensor) -> Tensor:  # a single number: one row a sample says it all
         return (error * x()).flatten(1).sum(1, keepdim=True)
 
-    return None if site is None else Use(site, out, lambda: out.new_empty(len(out), 0), value)
+    return (
+        None if site is None else Use(site, out, lambda: x().new_empty(shape_of_out[0], 0), value)
+    )
 
 
 def _site(find: Finder, found: Found, form: str) -> Site | None:

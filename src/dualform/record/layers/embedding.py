@@ -160,7 +160,8 @@ def _weigh(places: Tensor, padding: int | None, by_frequency: bool) -> Callable[
 
 def _remembered(find: Finder, use: Use) -> Use:
     """Positions are read once for all samples; the sum they go into tells the samples apart."""
-    find.recent[id(use.output)] = use
+    assert use.output is not None
+    find.recent[id(use.output)] = (use.output, use)
     return use
 
 

@@ -46,7 +46,7 @@ class Use:
     """One call: where its keys come from, and how its errors become values."""
 
     site: Site
-    output: Tensor
+    output: Tensor | None
     """Its gradient is the error."""
     key: Tensor | Callable[[], Tensor]
     value: Callable[[Tensor], Tensor] | None = None
@@ -56,7 +56,11 @@ class Use:
     @property
     def outputs(self) -> tuple[Tensor, ...]:
         """The tensors whose gradients `rows` wants."""
-        return (self.output,)
+        return () if self.output is None else (self.output,)
+
+    def let_go(self) -> None:
+        """Forgets the output: a hook on its graph must not keep that graph alive."""
+        self.output = None
 
     def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
         """Keys, and values where errors are given."""
@@ -119,14 +123,16 @@ class Finder:
         self._frozen = frozen
         self._names = {id(p): (name, p) for name, p in parameters.items()}
         self._sites: dict[Hashable, Site | None] = {}
+        self.simple: dict[tuple[int, int], Site] = {}
+        """Sites of whole parameters with one name, by identity: the shortest way to one."""
         self.labels: dict[str, str] = {}
         """What shared parameters are called in the module that is running."""
         self.axis: int | None = None
         """The dimension that counts samples, where a kind knows it of the calls inside its own."""
         self.order: Tensor | None = None
         """Where each sample of a packed sequence stands, which is sorted by length."""
-        self.recent: dict[int, Use] = {}
-        """Table reads of this forward pass by their output, which may yet be broadcast."""
+        self.recent: dict[int, tuple[Tensor, Use]] = {}
+        """Outputs of table reads in this forward pass, which may yet be broadcast."""
 
     def __call__(self, tensor: Any) -> Found | None:
         """The parameter behind a tensor that is trained, or None."""
@@ -142,6 +148,15 @@ class Finder:
         if not (parameter.requires_grad or self._frozen):
             return None
         return Found(name, self.labels.get(name, name), parameter, tensor)
+
+    def remember(self, weight: Found, bias: Any, site: Site) -> None:
+        """Makes a site known by the identity of its parameters, where that is enough."""
+        whole = weight.given is weight.parameter and (bias is None or self._trained(bias))
+        if whole and self.axis is None and not self.labels:
+            self.simple[id(weight.given), id(bias)] = site
+
+    def _trained(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._names and tensor.requires_grad
 
     def site(self, key: Hashable, build: Callable[[], Site | None]) -> Site | None:
         """The site known under a key; made at the first call."""

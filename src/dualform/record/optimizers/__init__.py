@@ -13,7 +13,7 @@ from dualform.record.optimizers.lion import LionRule
 from dualform.record.optimizers.muon import MuonRule
 from dualform.record.optimizers.nadam import NAdamRule
 from dualform.record.optimizers.observed import ObservedRule
-from dualform.record.optimizers.operators import Operator, Sided, apply
+from dualform.record.optimizers.operators import Operator, Sided, apply, plus
 from dualform.record.optimizers.radam import RAdamRule
 from dualform.record.optimizers.rmsprop import RMSpropRule
 from dualform.record.optimizers.rprop import RpropRule
@@ -91,6 +91,7 @@ __all__ = [
     "StateRule",
     "Transition",
     "apply",
+    "plus",
     "rule_for",
     "rule_named",
     "walk_back",

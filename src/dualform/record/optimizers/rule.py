@@ -136,15 +136,16 @@ class ScalarRule(Rule):
         """Whether a step leaves a buffer behind."""
         return False
 
-    def coefficients(self, history: History) -> Coefficients:
-        """Walks the recursion backward once."""
-        steps = np.zeros(len(history.states))
+    def coefficients(self, history: History, shares: Sequence[float] = ()) -> Coefficients:
+        """Walks the recursion backward once.
+
+        `shares` are for a mean of `W_0 … W_T`: how much each of them counts. Without, `W_T` does.
+        """
+        counts = [*shares] or [*[0.0] * len(history.states), 1.0]
         found: Any  # numbers here, one and all
-        r: Any = (1.0, 0.0)
-        for t, step in reversed(list(enumerate(self._transitions(history)))):
-            found, r = step.backward(r)
-            steps[t] = found
-        return Coefficients(r[0], r[1], steps)
+        r: Any
+        found, r = walk_back(self._transitions(history), (0.0, 0.0), counts[1:])
+        return Coefficients(r[0] + counts[0], r[1], np.array(found, dtype=np.float64))
 
     def _transitions(self, history: History) -> list[Transition]:
         transitions: list[Transition] = []
@@ -181,15 +182,19 @@ class StateRule(Rule):
         """
 
 
-def walk_back(transitions: Sequence[Transition], r: Pair) -> tuple[list[Operator], Pair]:
+def walk_back(
+    transitions: Sequence[Transition], r: Pair, shares: Sequence[float]
+) -> tuple[list[Operator], Pair]:
     """The coefficients of some consecutive steps, and `r` before the first of them.
 
+    `shares` says how much the parameter after each step counts: for `W_T`, 1 after the last.
+
     >>> halving = Transition(((0.5, 0.0), (0.0, 1.0)), (-0.1, 0.0))
-    >>> walk_back([halving, halving], (1.0, 0.0))
+    >>> walk_back([halving, halving], (0.0, 0.0), [0.0, 1.0])
     ([-0.05, -0.1], (0.25, 0.0))
     """
     found: list[Operator] = []
-    for transition in reversed(transitions):
-        coefficient, r = transition.backward(r)
+    for transition, share in zip(reversed(transitions), reversed(shares), strict=True):
+        coefficient, r = transition.backward((plus(r[0], share), r[1]))
         found.append(coefficient)
     return found[::-1], r
