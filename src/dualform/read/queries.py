@@ -98,6 +98,8 @@ def _records(rows: Rows, stream: Stream) -> tuple[torch.Size, Tensor]:
     if rows.site.axis == 1 and len(lead) > 1:
         keys = keys.transpose(0, 1)
         lead = keys.shape[: keys.ndim - dims]
+    if not math.prod(stream.keys):  # recorded as an offset: the weight was frozen then
+        return lead, keys.new_zeros(math.prod(lead), 0)
     return lead, keys.reshape(math.prod(lead), math.prod(stream.keys))
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -118,6 +121,7 @@ class Recorder:
         self._change_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
         self._keep_by_step(set(opened.by_step))
+        self._eagerly = _uncompiled()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -133,6 +137,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._eagerly.close()
         try:
             self._finish()
         except BaseException:
@@ -307,6 +312,14 @@ class Recorder:
     def _give_back(self, pages: Pages) -> None:
         for group in pages.values():
             self._watch.ports.pool.give_back(group)
+
+
+def _uncompiled() -> ExitStack:
+    """Until closed, what torch.compile made runs as it was written, so that it can be seen."""
+    stack = ExitStack()
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    return stack
 
 
 def _nested(optimizer: Optimizer) -> bool:

@@ -1,0 +1,208 @@
+"""How parameters are found in a model's calls: what is seen, under which name, and let go."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from tests.grid.cases import Positions
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dualform
+from dualform.errors import ModelMismatchError, RecordingError
+
+
+def fit(
+    model: nn.Module,
+    path: Path,
+    inputs: list[Tensor],
+    make: type = torch.optim.SGD,
+    **options: bool,
+) -> dualform.Run:
+    """Trains a step on each input, towards zero."""
+    optimizer = make(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, path, **options) as recorder:
+        for x in inputs:
+            recorder.samples(range(len(x)))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return dualform.open(path)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 3), nn.LSTM(4, 3), nn.Conv1d(4, 3, 1)], ids=str)
+def test_no_graph_is_kept_alive(model: nn.Module, tmp_path: Path) -> None:
+    """Neither after a backward pass, nor where there never is one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, outputs = torch.randn(2, 4, 4), []
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for backward in (True, False, True):
+            found = model(x)
+            out = found[0] if isinstance(found, tuple) else found
+            outputs.append(weakref.ref(out))
+            if backward:
+                out.square().sum().backward()
+                optimizer.step()
+            del found, out
+        assert [output() for output in outputs] == [None] * 3
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD])
+@pytest.mark.parametrize("remembers", [True, False])
+def test_going_on_with_an_optimizer(make: type, remembers: bool, tmp_path: Path) -> None:
+    """The books balance whether the optimizer is the old one or a fresh one."""
+    torch.manual_seed(0)
+    model, path = nn.Linear(4, 3).double(), tmp_path / "run"
+    inputs = [torch.randn(5, 4).double() for _ in range(4)]
+    options = {"lr": 0.1, "momentum": 0.9} if make is torch.optim.SGD else {"lr": 0.1}
+    optimizer = make(model.parameters(), **options)
+    for part in range(2):
+        if part and not remembers:
+            optimizer = make(model.parameters(), **options)
+        with dualform.record(model, optimizer, path, resume=part > 0):
+            for x in inputs:
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    audit = dualform.open(path).audit()
+    assert audit.step == 8
+    assert audit.coverage == 1.0
+    assert audit.remainder < 1e-12
+
+
+def test_a_run_of_format_1_is_only_read(tmp_path: Path) -> None:
+    old = dualform.open(Path(__file__).parents[1] / "ledger" / "format-1")
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2, bias=False))
+    model.load_state_dict(old.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    with (
+        pytest.raises(ModelMismatchError, match=r"it has format 1, which is only read"),
+        dualform.record(model, optimizer, old.path, resume=True),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_half_frozen_layers_can_be_asked(frozen: str, tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    getattr(model, frozen).requires_grad_(False)
+    x = torch.randn(5, 4)
+    run = fit(model, tmp_path / "run", [x, x])
+    reading = run.spotlight(model, x[:2])["model"]
+    assert run.audit().coverage == 1.0
+    assert abs(reading.check.remainder).max() < 1e-6
+    assert abs(reading.samples().values).max() > 0
+
+
+def test_a_bias_unfrozen_on_the_way(tmp_path: Path) -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double(),
+        torch.randn(5, 4),
+    )
+    model[2].bias.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for number in range(4):
+            model[2].bias.requires_grad_(number > 1)
+            model(x.double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    audit = dualform.open(tmp_path / "run").audit()
+    assert audit.coverage == 1.0, audit
+    assert audit.remainder < 1e-12
+
+
+def test_positions_are_asked_where_they_meet_the_samples(tmp_path: Path) -> None:
+    model, x = Positions(), torch.randint(0, 7, (4, 5))
+    run = fit(model, tmp_path / "run", [x, x])
+    reading = run.spotlight(model, x[:2])["places"]
+    assert reading.queries.names == [f"{sample}[{at}]" for sample in range(2) for at in range(5)]
+
+
+def test_images_of_another_size(tmp_path: Path) -> None:
+    """Streams of several sizes feed one book; a size never trained on can be asked about."""
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 3)
+    )
+    run = fit(model, tmp_path / "run", [torch.randn(4, 1, side, side) for side in (5, 6, 5)])
+    assert run.layers == ["0", "3", "0@2"]
+    assert run.audit().remainder < 1e-5
+    spotlight = run.spotlight(model, torch.randn(1, 1, 4, 4))
+    assert list(spotlight) == ["0", "3"]
+    assert len(spotlight["0"].names) == 4
+    assert spotlight.last.layer == "3"
+    assert abs(spotlight["0"].check.remainder).max() < 1e-6
+
+
+class Chunks(nn.Module):
+    """Parts of one parameter, used apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.both.chunk(2)
+        return F.linear(x, first) * F.linear(x, second)
+
+
+def test_parts_of_a_parameter_have_names(tmp_path: Path) -> None:
+    model, x = Chunks(), torch.randn(5, 4)
+    run = fit(model, tmp_path / "run", [x])
+    assert sorted(run.layers) == ["both[0:3]", "both[3:6]"]
+    first = run.spotlight(model, x[:1])["both[0:3]"]
+    assert abs(first.check.remainder).max() < 1e-6
+    assert len(first.samples().ids) == 5
+
+
+@pytest.mark.parametrize("compiled", ["model", "module", "in place"])
+def test_compiled_models_are_refused(compiled: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3))
+    given: nn.Module = model
+    if compiled == "model":
+        given = torch.compile(model, backend="eager")  # type: ignore[assignment]
+    elif compiled == "module":
+        model[0] = torch.compile(model[0], backend="eager")
+    else:
+        model.compile(backend="eager")
+    with (
+        pytest.raises(RecordingError, match=r"is compiled.*without torch\.compile"),
+        dualform.record(given, torch.optim.SGD(model.parameters()), tmp_path / "run"),
+    ):
+        pass
+
+
+def test_a_model_called_through_a_compiled_wrapper(tmp_path: Path) -> None:
+    """While a run is recorded, compiled functions run as they were written."""
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4)
+    wrapper = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(3):
+            wrapper(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    audit = dualform.open(tmp_path / "run").audit()
+    assert audit.remainder < 1e-6
+    assert audit.coverage == 1.0
+
+
+def test_functional_calls(tmp_path: Path) -> None:
+    """With the model's own parameters by row; with tensors made from them by step."""
+    for name, change in (("own", 1.0), ("scaled", 2.0)):
+        torch.manual_seed(0)
+        model, x = nn.Linear(4, 3).double(), torch.randn(5, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with dualform.record(model, optimizer, tmp_path / name):
+            for _ in range(3):
+                own = dict(model.named_parameters())
+                given = own if change == 1 else {key: p * change for key, p in own.items()}
+                torch.func.functional_call(model, given, (x,)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        audit = dualform.open(tmp_path / name).audit()
+        assert audit.coverage == float(change == 1), audit
+        assert audit.remainder < 1e-12
