@@ -102,7 +102,7 @@ class Positions(nn.Module):
             self.head.weight = self.words.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1])
+        places = torch.arange(x.shape[1], device=x.device)
         return self.head(torch.tanh(self.words(x) + self.places(places)))
 
 
@@ -114,7 +114,7 @@ class Bag(nn.Module):
         self.bag = nn.EmbeddingBag(7, 4, mode=mode, padding_idx=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        offsets = torch.arange(len(x)) * x.shape[1]
+        offsets = torch.arange(len(x), device=x.device) * x.shape[1]
         return torch.tanh(self.bag(x)) + self.bag(x.flatten(), offsets)
 
 
@@ -140,7 +140,7 @@ class Sequence(nn.Module):
         given = x
         if self.packed:
             lengths = 1 + (x[:, 0, 0] > 0).long() + (x[:, 0, 1] > 0).long()
-            given = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            given = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         out, state = self.layer(given)
         if self.packed:
             out, _ = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])

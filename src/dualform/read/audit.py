@@ -16,9 +16,10 @@ from dualform.ledger import Book, Ledger
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import Scan
 from dualform.read.shown import Shown, framed, pandas_frame
-from dualform.read.weights import initial_part, reconstruct
+from dualform.read.weights import gross_part, initial_part, reconstruct
 
-ROUNDING = "it changed by no more than rounding: the remainder is relative to the parameter"
+ROUNDING = "it changed by no more than rounding: the remainder is relative to what was added up"
+SUSPECT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,21 @@ def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -
         weight = kept[book.name].double()
         change = weight - initial_part(accounting, book)
         gap, scale = (weight - books[book.name]).norm(), change.norm()
-        small = bool(scale <= _rounding(book, measured) * weight.norm())
-        remainder = float(gap / (weight.norm() if small else scale).clamp_min(1e-300))
+        size = weight.norm()
+        if gap > SUSPECT * scale and _is_column(book):  # rows that cancel leave their rounding
+            size = torch.maximum(size, gross_part(accounting, book).norm())
+        small = bool(scale <= _rounding(book, measured) * size)
+        remainder = float(gap / (size if small else scale).clamp_min(1e-300))
         if measured == 0 < until:
             remainder = float("nan")
         line = _line(ledger, latest, book, until, remainder)
         changed = small and line.granularity != "frozen"
         lines.append(replace(line, reason=ROUNDING) if changed else line)
     return Audit(lines, until, measured, ledger.nbytes)
+
+
+def _is_column(book: Book) -> bool:
+    return all(term.view == "flat" for term in book.terms.values())
 
 
 def _rounding(book: Book, steps: int) -> float:

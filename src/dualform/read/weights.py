@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -45,16 +46,31 @@ def row_parts(
 
 
 def _row_part(accounting: Accounting, book: Book, samples: Tensor | None) -> Tensor:
-    ledger, device = accounting.ledger, accounting.device
-    total = torch.zeros(book.shape, dtype=torch.float64, device=device)
+    total = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
+    for chunk, term, coefficients in _chunks(accounting, book):
+        total += _chunk_part(book, term, chunk, _chosen(chunk, samples), coefficients)
+    return total.cpu()
+
+
+def gross_part(accounting: Accounting, book: Book) -> Tensor:
+    """The sum of the sizes of what each row adds to an offset or scale, whatever its sign."""
+    total = torch.zeros(book.size, 1, dtype=torch.float64, device=accounting.device)
+    for chunk, term, coefficients in _chunks(accounting, book):
+        sides = row_sides(chunk, term)
+        if isinstance(coefficients, Tensor) and sides.b is None:
+            sizes = replace(sides, a=sides.a.abs())
+            total += sizes.total(coefficients[chunk.steps].abs(), tuple(total.shape))
+    return total.cpu()
+
+
+def _chunks(accounting: Accounting, book: Book) -> Iterator[tuple[Chunk, Term, StepCoefficients]]:
+    """All rows of a book, with the term they enter by and the coefficients of their steps."""
+    ledger = accounting.ledger
     for span in accounting.spans([book]) if book.terms else ():
         for stream in ledger.info.streams:
             if stream.name in book.terms:
-                term = book.terms[stream.name]
-                for chunk in Scan(ledger, stream, span.last, device, span.first):
-                    chosen = _chosen(chunk, samples)
-                    total += _chunk_part(book, term, chunk, chosen, span.coefficients[book.name])
-    return total.cpu()
+                for chunk in Scan(ledger, stream, span.last, accounting.device, span.first):
+                    yield chunk, book.terms[stream.name], span.coefficients[book.name]
 
 
 def _chosen(chunk: Chunk, samples: Tensor | None) -> Tensor:

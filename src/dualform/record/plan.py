@@ -86,4 +86,9 @@ def reason_of(model: nn.Module, name: str) -> str:
             return "with max_norm the table changes when it is read"
         if isinstance(owner, nn.EmbeddingBag):
             return f"EmbeddingBag with mode='{owner.mode}' or scaling by frequency has no rows"
+    if isinstance(owner, nn.RNNBase) and owner.dropout and owner.num_layers > 1:
+        return (
+            "cuDNN keeps the dropout between its layers to itself; train under "
+            "torch.backends.cudnn.flags(enabled=False) to have rows"
+        )
     return f"no call was seen in which '{own}' of {type(owner).__name__} leaves rows"
