@@ -206,3 +206,19 @@ def test_functional_calls(tmp_path: Path) -> None:
         audit = dualform.open(tmp_path / name).audit()
         assert audit.coverage == float(change == 1), audit
         assert audit.remainder < 1e-12
+
+
+def test_modules_called_by_themselves(tmp_path: Path) -> None:
+    """A model whose own forward never runs: its parts are seen, batch after batch."""
+    model = nn.ModuleDict({"one": nn.Linear(4, 5), "two": nn.Linear(5, 3)}).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        for _ in range(3):
+            x = torch.randn(6, 4).double()
+            model["two"](model["one"](x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = dualform.open(tmp_path / "run")
+    assert run.audit().coverage == 1.0
+    assert run.audit().remainder < 1e-12
+    assert len(run.ids) == 18

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
@@ -32,19 +35,13 @@ NOTHING = nullcontext()
 
 
 class Port:
-    """Where the rows of one stream come in: its site, its declaration and its tape."""
+    """Where the rows of one stream come in: its site, its declaration and its tape.
 
-    def __init__(
-        self, site: Site, name: str, keys: Tensor, values: Tensor, pool: Pool, order: int
-    ) -> None:
-        self.site = site
-        self.order = order
-        """When its layer was first called: backward passes come upon streams the other way."""
-        shapes = (
-            tuple(keys.shape[keys.ndim - site.key_dims :]) or (1,),
-            tuple(values.shape[values.ndim - site.value_dims :]),
-        )
-        self.stream = Stream(name, *shapes, dict(site.layout))
+    `order` says when its layer was first called: backward passes meet streams the other way round.
+    """
+
+    def __init__(self, site: Site, stream: Stream, pool: Pool, order: int) -> None:
+        self.site, self.stream, self.order = site, stream, order
         self.terms = dict(site.terms)
         self.tape = Tape(pool)
         self.arranged: tuple[Any, int | None] = (None, None)
@@ -87,37 +84,35 @@ class Ports:
         for book, term in site.terms.items():
             if self._views.setdefault(book, (term.view, term.groups)) != (term.view, term.groups):
                 return None
-        port = Port(site, "", rows.keys, rows.values, self.pool, order)
-        port.stream = self._named(port)
-        self._taken.add(port.stream.name)
-        self.all.append(port)
-        return port
+        keys = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
+        values = tuple(rows.values.shape[rows.values.ndim - site.value_dims :])
+        stream = self._named(site, Stream(stream_name(site.label), keys, values, dict(site.layout)))
+        self._taken.add(stream.name)
+        self.all.append(Port(site, stream, self.pool, order))
+        return self.all[-1]
 
-    def _part(self, port: Port) -> str:
+    def _named(self, site: Site, stream: Stream) -> Stream:
+        """The stream under a name that no other has; the one it had in an earlier part of a run."""
+        base = stream.name + self._part(site, stream)
+        for number in itertools.count(1):
+            named = replace(stream, name=base if number == 1 else f"{base}@{number}")
+            known = self._known.get(named.name, Declaration(named, dict(site.terms)))
+            if named.name not in self._taken and known == Declaration(named, dict(site.terms)):
+                break
+        return named
+
+    def _part(self, site: Site, stream: Stream) -> str:
         """Which part of its parameter a stream is about, where it is not about all of it."""
-        book, term = next(iter(port.terms.items()))
+        book, term = next(iter(site.terms.items()))
         if term.form == "lookup":
             return ""
-        whole, (top, left) = self._parameters[book], term.at
-        height, width = as_matrix(whole, term.view, term.groups).shape
-        rows = port.stream.values[0] if port.stream.layout else math.prod(port.stream.values)
-        columns = math.prod(port.stream.keys) if term.form == "outer" else width
-        part = f"{top}:{top + rows}" if rows < height else ""
-        if columns < width and not port.stream.layout:
+        (top, left), whole = term.at, as_matrix(self._parameters[book], term.view, term.groups)
+        rows = stream.values[0] if stream.layout else math.prod(stream.values)
+        columns = math.prod(stream.keys) if term.form == "outer" else whole.shape[1]
+        part = f"{top}:{top + rows}" if rows < whole.shape[0] else ""
+        if columns < whole.shape[1] and not stream.layout:
             part = f"{part or ':'},{left}:{left + columns}"
         return f"[{part}]" if part else ""
-
-    def _named(self, port: Port) -> Stream:
-        """The stream under a name that no other has; the one it had in an earlier part of a run."""
-        base, number = stream_name(port.site.label) + self._part(port), 1
-        while True:
-            name = base if number == 1 else f"{base}@{number}"
-            stream = Stream(name, port.stream.keys, port.stream.values, port.stream.layout)
-            known = self._known.get(name)
-            same = known is None or (known.stream, known.terms) == (stream, port.terms)
-            if name not in self._taken and same:
-                return stream
-            number += 1
 
 
 class Watch:
@@ -142,11 +137,12 @@ class Watch:
         self._named = False
         self._find = Finder(parameters)
         self._mode = Watching(self._find, kinds(), self._take)
+        self._linear = kinds()[F.linear]
         self._depth, self._entered = 0, False
-        self._handles: list[RemovableHandle] = []
+        self._root, self._handles = model, list[RemovableHandle]()
         self._owners: dict[nn.Module, list[RemovableHandle]] = {}
         self._alone: set[nn.Module] = set()
-        self._root = model
+        self._owner_calls = 0
         self._hook(model)
 
     # Sample by sample
@@ -205,11 +201,12 @@ class Watch:
 
     def close(self) -> None:
         """Takes every hook off."""
-        for handle in [*self._handles, *(h for pair in self._owners.values() for h in pair)]:
+        own = [handle for pair in self._owners.values() for handle in pair]
+        for handle in [*self._handles, *self._around_root, *own]:
             handle.remove()
 
     def _hook(self, model: nn.Module) -> None:
-        self._handles = list(_around(model, self._enter_root, self._leave))
+        self._around_root = _around(model, self._enter_root, self._leave)
         for module in model.modules():
             if module is not model and any(True for _ in module.parameters(recurse=False)):
                 self._owners[module] = list(_around(module, self._enter_owner, self._leave))
@@ -224,6 +221,9 @@ class Watch:
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter()
+        self._begin_batch(module, args, kwargs)
+
+    def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             batch = self._named_batch() if self._named else self._new_batch(None)
             given = _first_tensor((args, kwargs))
@@ -233,6 +233,7 @@ class Watch:
     def _enter_owner(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._depth == 0:
             self._alone.add(module)  # called by itself, not from within the model
+        self._owner_calls += torch.is_grad_enabled()
         self._enter()
 
     def _enter(self) -> None:
@@ -250,13 +251,30 @@ class Watch:
 
     def _settle_owners(self) -> None:
         """After the first step: modules that only the model itself calls need no hooks."""
-        for module, handles in self._owners.items():
+        owners, self._owners = self._owners, {}
+        for module, handles in owners.items():
             for handle in handles:
                 if module not in self._alone:
                     handle.remove()
                 else:
                     self._handles.append(handle)
-        self._owners = {}
+        plain = [type(module).forward is nn.Linear.forward for module in owners]
+        if all(plain) and not self._alone and self._calls == self._owner_calls:
+            self._look_at(owners)
+
+    def _look_at(self, layers: Iterable[nn.Module]) -> None:
+        """In a model of plain linear layers, only their own calls need to be seen."""
+        for handle in self._around_root:
+            handle.remove()
+        begin = self._root.register_forward_pre_hook(self._begin_batch, with_kwargs=True)
+        self._handles.append(begin)
+        self._handles += [layer.register_forward_hook(self._see_linear) for layer in layers]
+
+    def _see_linear(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        given = (*args, module.weight, module.bias)
+        use = self._linear.use(self._find, F.linear, given, {}, out) if args else None
+        if use is not None:
+            self._take(use)
 
     # Uses
 
@@ -289,22 +307,20 @@ class Watch:
         keys, values = rows.keys, rows.values
         if port is None or values is None or self.dropped.issuperset(port.terms):
             return
+        site = rows.site
+        if not batch.size:
+            batch.begin(keys.shape[: keys.ndim - site.key_dims])
         shape = (keys.shape, batch.size, batch.axis)
         if port.arranged[0] != shape:
-            port.arranged = (shape, self._arrange(rows, batch))
+            lead = keys.shape[: keys.ndim - site.key_dims]
+            axis = arrangement(lead, batch.size, site.axis, site.key_dims > 0, batch.axis)
+            port.arranged = (shape, axis)
         axis = port.arranged[1]
         if axis is None:
             return  # rows of no sample in particular: the probe will tell
         if keys.dtype != values.dtype and keys.is_floating_point():
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
         self.bytes += port.tape.write(self.step, batch, keys, values, axis)
-
-    def _arrange(self, rows: Rows, batch: Batch) -> int | None:
-        site = rows.site
-        lead = rows.keys.shape[: rows.keys.ndim - site.key_dims]
-        if not batch.size:
-            batch.begin(lead)
-        return arrangement(lead, batch.size, site.axis, site.key_dims > 0, batch.axis)
 
 
 def _around(
