@@ -14,10 +14,20 @@ import numpy as np
 import torch
 
 from benchmarks.timing import compare
-from dualform.ledger import Block, Book, Ledger, LedgerWriter, RunInfo, Stream
+from dualform.ledger import (
+    Block,
+    Book,
+    Declaration,
+    Ledger,
+    LedgerWriter,
+    RunInfo,
+    Stream,
+    Term,
+)
 from dualform.read.scan import Scan
 
 WIDTH = 256
+STREAM = Stream("fc", (WIDTH,), (WIDTH,))
 
 
 def make_blocks(rows: int, per_block: int) -> list[Block]:
@@ -37,6 +47,7 @@ def make_blocks(rows: int, per_block: int) -> list[Block]:
             "factors": [torch.ones(1, 1, dtype=torch.float64)],
         }
         blocks.append(Block(step, step, arrays))
+    blocks[0].streams = [Declaration(STREAM, {"fc.weight": Term("outer")})]
     return blocks
 
 
@@ -45,9 +56,7 @@ def info() -> RunInfo:
     from dualform.record.optimizers.sgd import SGDRule
 
     return RunInfo(
-        streams=(Stream("fc", WIDTH, WIDTH),),
-        books=(Book("fc.weight", (WIDTH, WIDTH), "float32", {"fc": "outer"}),),
-        accounts=(("fc.weight",),),
+        books=(Book("fc.weight", (WIDTH, WIDTH), "float32"),),
         rule="sgd",
         fields=SGDRule.fields,
     )
@@ -83,7 +92,7 @@ def write_raw(path: Path, blocks: list[Block], per_shard: int) -> None:
 def scan_ledger(path: Path) -> float:
     """Sums every number, chunk by chunk."""
     total = 0.0
-    for chunk in Scan(Ledger(path), "fc", 1 << 40):
+    for chunk in Scan(Ledger(path), STREAM, 1 << 40):
         total += float(chunk.keys.sum()) + float(chunk.values.sum())
     return total
 

@@ -159,7 +159,7 @@ class Reading(Shown):
         keys, values = zip(*(rows or [none]), strict=True)
         return Memory(torch.cat(keys), torch.cat(values))
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The queries and the output each is asked about, in words."""
         return [f"{q}: {a}" for q, a in zip(self.queries.names, self.asked, strict=True)]
