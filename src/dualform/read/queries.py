@@ -20,10 +20,15 @@ from dualform.record.layers import (
     Rows,
     Site,
     Watching,
+    arrangement,
     expand,
+    first_tensor,
     kinds,
+    packing_order,
+    sample_major,
     shared_labels,
     stream_name,
+    usual_axis,
 )
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
@@ -47,7 +52,7 @@ def ask(
     uses: list[Any] = []
     find = Finder(dict(model.named_parameters()), frozen=True)
     training = [module for module in model.modules() if module.training]
-    hooks = shared_labels(model, find)
+    hooks = [*shared_labels(model, find), *packing_order(model, find)]
     try:
         with torch.no_grad(), Watching(find, kinds(), uses.append):
             _call(model.eval(), x)  # asking must neither be random nor change the model
@@ -56,13 +61,15 @@ def ask(
             hook.remove()
         for module in training:
             module.training = True
-    seen: dict[str, list[tuple[torch.Size, Tensor]]] = {}
+    given, usual = first_tensor(x), usual_axis(model)
+    samples = 0 if given is None else given.shape[min(usual, given.ndim - 1)]
+    seen: dict[str, list[tuple[int, Tensor]]] = {}
     with torch.no_grad():
         for rows in (rows for use in uses for rows in use.rows(None)):
             stream = _stream_of(rows, ledger)
             if stream is not None:
-                lead, records = _records(rows, stream)
-                seen.setdefault(stream.name, []).append((lead, expand(stream, records, None)[0]))
+                count, records = _records(rows, stream, samples, usual)
+                seen.setdefault(stream.name, []).append((count, expand(stream, records, None)[0]))
     return {name: _queries(ledger, name, calls, weights) for name, calls in seen.items()}
 
 
@@ -91,16 +98,16 @@ def _fits(declared: Declaration, site: Site) -> bool:
     )
 
 
-def _records(rows: Rows, stream: Stream) -> tuple[torch.Size, Tensor]:
-    """The dimensions before the records, samples first, and the records."""
+def _records(rows: Rows, stream: Stream, samples: int, usual: int) -> tuple[int, Tensor]:
+    """How many samples there are, and the records, sample by sample."""
     keys, dims = rows.keys.detach().cpu(), rows.site.key_dims
     lead = keys.shape[: keys.ndim - dims]
-    if rows.site.axis == 1 and len(lead) > 1:
-        keys = keys.transpose(0, 1)
-        lead = keys.shape[: keys.ndim - dims]
+    axis = arrangement(lead, samples, rows.site.axis, dims > 0, usual)
+    if axis is None:  # no dimension counts samples: each entry of the first stands for itself
+        samples, axis = lead[0] if lead else 1, 0
     if not math.prod(stream.keys):  # recorded as an offset: the weight was frozen then
-        return lead, keys.new_zeros(math.prod(lead), 0)
-    return lead, keys.reshape(math.prod(lead), math.prod(stream.keys))
+        return samples, keys.new_zeros(math.prod(lead), 0)
+    return samples, sample_major(keys[None], samples, axis, dims)
 
 
 def _call(model: nn.Module, x: Any) -> Any:
@@ -112,14 +119,13 @@ def _call(model: nn.Module, x: Any) -> Any:
 def _queries(
     ledger: Ledger,
     name: str,
-    calls: list[tuple[torch.Size, Tensor]],
+    calls: list[tuple[int, Tensor]],
     weights: Mapping[str, Tensor],
 ) -> LayerQueries:
     """All rows of all calls; named by sample, and by position and call where there are several."""
     names: list[str] = []
-    for call, (lead, rows) in enumerate(calls):
+    for call, (count, rows) in enumerate(calls):
         suffix = f" (call {call + 1})" if len(calls) > 1 else ""
-        count = lead[0] if lead else 1
         places = len(rows) // max(1, count)
         names += [
             (f"{sample}[{at}]" if places > 1 else f"{sample}") + suffix

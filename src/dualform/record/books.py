@@ -17,6 +17,8 @@ from dualform.record.settle import Span, Step
 
 PROBED_ROWS = 128
 """Higher matrices are probed at so many neighboring rows, others after each parcel."""
+PROBED_COLUMN = 1 << 14
+"""Parameters of one column are probed as a whole up to this size."""
 PROBE_NUMBERS = 32
 """A probe of fewer numbers could agree by accident: narrow matrices get several vectors."""
 
@@ -177,10 +179,11 @@ class Books:
         """Some rows of the book's matrix, and the vectors they are multiplied with."""
         term, parameter = self._terms[name], self._plan.parameters[name]
         height, width = as_matrix(parameter, term.view, term.groups).shape
-        first = min(self._turn * PROBED_ROWS % height, max(0, height - PROBED_ROWS))
+        rows = PROBED_COLUMN if term.view == "flat" else PROBED_ROWS
+        first = min(self._turn * rows % height, max(0, height - rows))
         if name not in self._vectors:
             self._vectors[name] = None if term.view == "flat" else self._random(name, height, width)
-        return Look(slice(first, min(first + PROBED_ROWS, height)), self._vectors[name])
+        return Look(slice(first, min(first + rows, height)), self._vectors[name])
 
     def _random(self, name: str, height: int, width: int) -> Tensor:
         generator = torch.Generator().manual_seed(self._columns[name])  # the user's stays untouched

@@ -7,9 +7,10 @@ recording needs a fixed amount of memory and the allocator sees nothing of it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -35,19 +36,37 @@ class Batch:
     size: int = 0
     axis: int = 0
     """Which dimension of the input counts the samples."""
+    shapes: list[Sequence[int]] = field(default_factory=list)
+    """Of the model's input, and of what its layers gave."""
 
-    def begin(self, shape: Sequence[int]) -> None:
-        """Takes the size from the shape of the model's input, and holds the ids to it."""
+    def begin(self, shape: Sequence[int], usual: int) -> None:
+        """Takes the size from the shape of the model's input, and holds the ids to it.
+
+        `usual` is the dimension that counts samples where the shape alone does not say.
+        """
         if self.ids is None:
             self.size = shape[0]
         elif len(self.ids) in shape[:2]:
             self.size = len(self.ids)
-            self.axis = int(shape[0] != self.size)
+            both = len(shape) > 1 and shape[0] == shape[1]
+            self.axis = usual if both else int(shape[0] != self.size)
         else:
             raise SampleIdsError(
                 f"recorder.samples got {len(self.ids)} ids, but the model was given a batch of "
                 f"shape {tuple(shape)}; give one id for each sample of the batch."
             )
+
+    def places(self) -> set[int]:
+        """How many positions a sample has been seen to have: tokens, pixels, or both at once."""
+        found = {1}
+        for shape in self.shapes:
+            if self.axis == 1 and len(shape) > 1 and shape[1] == self.size:
+                found.add(shape[0])
+            elif shape and shape[0] == self.size:
+                rest = shape[1:]
+                ends = range(1, len(rest) + 1)
+                found |= {math.prod(rest[start:end]) for start in (0, 1) for end in ends}
+        return found
 
 
 class Page:

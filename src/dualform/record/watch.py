@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
@@ -25,9 +24,12 @@ from dualform.record.layers import (
     Site,
     Watching,
     arrangement,
+    first_tensor,
     kinds,
+    packing_order,
     shared_labels,
     stream_name,
+    usual_axis,
 )
 from dualform.record.tape import Batch, Page, Pool, Tape
 
@@ -135,7 +137,7 @@ class Watch:
         self._batches = self._calls = 0
         self._batch: Batch | None = None
         self._named = False
-        self._find = Finder(parameters)
+        self._find, self._usual = Finder(parameters), usual_axis(model)
         self._mode = Watching(self._find, kinds(), self._take)
         self._linear = kinds()[F.linear]
         self._depth, self._entered = 0, False
@@ -210,14 +212,7 @@ class Watch:
         for module in model.modules():
             if module is not model and any(True for _ in module.parameters(recurse=False)):
                 self._owners[module] = list(_around(module, self._enter_owner, self._leave))
-            if isinstance(module, nn.RNNBase):
-                self._handles.append(module.register_forward_pre_hook(self._see_packing))
-        self._handles += shared_labels(model, self._find)
-
-    def _see_packing(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Packing sorts samples by length; their order is known only here."""
-        packed = args and isinstance(args[0], PackedSequence)
-        self._find.order = args[0].unsorted_indices if packed else None
+        self._handles += [*shared_labels(model, self._find), *packing_order(model, self._find)]
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter()
@@ -226,9 +221,10 @@ class Watch:
     def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             batch = self._named_batch() if self._named else self._new_batch(None)
-            given = _first_tensor((args, kwargs))
+            given = first_tensor((args, kwargs))
             if given is not None:
-                batch.begin(given.shape)
+                batch.begin(given.shape, self._usual)
+                batch.shapes.append(given.shape)
 
     def _enter_owner(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._depth == 0:
@@ -284,6 +280,7 @@ class Watch:
         if not nodes:
             return
         batch = self._named_batch() if self._named else self._batch or self._new_batch(None)
+        batch.shapes.append(outputs[0].shape)
         use.let_go()
         backward = self._backward(use, batch)
         if len(outputs) == 1:
@@ -307,20 +304,25 @@ class Watch:
         keys, values = rows.keys, rows.values
         if port is None or values is None or self.dropped.issuperset(port.terms):
             return
-        site = rows.site
         if not batch.size:
-            batch.begin(keys.shape[: keys.ndim - site.key_dims])
+            batch.begin(keys.shape[: keys.ndim - rows.site.key_dims], 0)
         shape = (keys.shape, batch.size, batch.axis)
         if port.arranged[0] != shape:
-            lead = keys.shape[: keys.ndim - site.key_dims]
-            axis = arrangement(lead, batch.size, site.axis, site.key_dims > 0, batch.axis)
-            port.arranged = (shape, axis)
+            port.arranged = (shape, self._arranged(rows, batch))
         axis = port.arranged[1]
         if axis is None:
             return  # rows of no sample in particular: the probe will tell
         if keys.dtype != values.dtype and keys.is_floating_point():
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
         self.bytes += port.tape.write(self.step, batch, keys, values, axis)
+
+    def _arranged(self, rows: Rows, batch: Batch) -> int | None:
+        """Which dimension counts samples; positions folded in must be as many as were seen."""
+        site = rows.site
+        lead = rows.keys.shape[: rows.keys.ndim - site.key_dims]
+        places = lead[0] // batch.size if lead else 1
+        folded = site.key_dims > 0 and (site.axis == 1 or places in batch.places())
+        return arrangement(lead, batch.size, site.axis, folded, batch.axis)
 
 
 def _around(
@@ -330,15 +332,3 @@ def _around(
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
         module.register_forward_hook(after, always_call=True),
     )
-
-
-def _first_tensor(given: Any) -> Tensor | None:
-    """The first tensor with a dimension in nested arguments."""
-    if isinstance(given, Tensor):
-        return given if given.ndim else None
-    if isinstance(given, PackedSequence) or not isinstance(given, tuple | list | dict | Mapping):
-        return None
-    for part in given if isinstance(given, tuple | list) else given.values():
-        if (found := _first_tensor(part)) is not None:
-            return found
-    return None

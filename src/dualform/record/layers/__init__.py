@@ -22,9 +22,12 @@ from dualform.record.layers.use import (
 from dualform.record.layers.watching import (
     Watching,
     arrangement,
+    first_tensor,
+    packing_order,
     sample_major,
     shared_labels,
     stream_name,
+    usual_axis,
 )
 
 KINDS: tuple[LayerKind, ...] = (
@@ -67,12 +70,15 @@ __all__ = [
     "Watching",
     "arrangement",
     "expand",
+    "first_tensor",
     "inner_products",
     "kinds",
     "named",
+    "packing_order",
     "place",
     "positions",
     "sample_major",
     "shared_labels",
     "stream_name",
+    "usual_axis",
 ]

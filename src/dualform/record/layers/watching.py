@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -67,6 +68,45 @@ def _note(model: nn.Module, find: Finder, book: str, name: str) -> RemovableHand
         find.labels[book] = name
 
     return owner.register_forward_pre_hook(note)
+
+
+def packing_order(model: nn.Module, find: Finder) -> list[RemovableHandle]:
+    """Hooks that note how packed sequences, which are sorted by length, go back in order."""
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        packed = args and isinstance(args[0], PackedSequence)
+        find.order = args[0].unsorted_indices if packed else None
+
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    return [layer.register_forward_pre_hook(note) for layer in layers]
+
+
+def usual_axis(model: nn.Module) -> int:
+    """Which dimension counts samples where shapes leave it open: 1 if layers take time first.
+
+    >>> usual_axis(nn.Linear(2, 2)), usual_axis(nn.LSTM(2, 2))
+    (0, 1)
+    """
+    kinds = (nn.RNNBase, nn.MultiheadAttention)
+    first = [module.batch_first for module in model.modules() if isinstance(module, kinds)]
+    return int(bool(first) and not any(first))
+
+
+def first_tensor(given: Any) -> Tensor | None:
+    """The first tensor with a dimension in nested arguments.
+
+    >>> import torch
+    >>> first_tensor(({"x": torch.zeros(4, 3)}, 5)).shape
+    torch.Size([4, 3])
+    """
+    if isinstance(given, Tensor):
+        return given if given.ndim else None
+    if isinstance(given, PackedSequence) or not isinstance(given, tuple | list | dict | Mapping):
+        return None
+    for part in given if isinstance(given, tuple | list) else given.values():
+        if (found := first_tensor(part)) is not None:
+            return found
+    return None
 
 
 def arrangement(
