@@ -98,6 +98,11 @@ class Sides:
     def __getitem__(self, rows: slice | Tensor) -> Sides:
         return Sides(self.a[rows], None if self.b is None else self.b[rows], self.at)
 
+    def double(self) -> Sides:
+        """The same in float64."""
+        a = self.a if self.a.ndim == 1 else self.a.double()
+        return Sides(a, None if self.b is None else self.b.double(), self.at)
+
     def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`Σ c a ⊗ b` over the rows, as a float64 matrix of this shape."""
         total = torch.zeros(shape, dtype=torch.float64, device=self.a.device)

@@ -79,10 +79,11 @@ class LayerRows:
         if isinstance(coefficients, Tensor):
             found = question.of(sides)
             return found.mul_(coefficients[chunk.steps].to(found)[:, None])
-        part = chunk.values.new_zeros(len(chunk.keys), len(question))
+        part = chunk.values.new_zeros(len(chunk.keys), len(question), dtype=torch.float64)
+        wide = sides.double()  # what is divided by small gradients needs the digits
         for step, rows in chunk.by_step():
             if step in coefficients:
-                part[rows] = through(question, coefficients[step], term).of(sides[rows]).to(part)
+                part[rows] = through(question, coefficients[step], term).of(wide[rows])
         return part
 
     def sample_index(self, chunk: Chunk) -> Tensor:

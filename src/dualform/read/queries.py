@@ -133,7 +133,9 @@ def _queries(
             for at in range(places)
         ]
     inputs = torch.cat([rows for _, rows in calls])
-    return LayerQueries(names, inputs, layer_output(_terms(ledger, name), weights, inputs))
+    stream = next(stream for stream in ledger.info.streams if stream.name == name)
+    outputs = layer_output(stream, _terms(ledger, name), weights, inputs)
+    return LayerQueries(names, inputs, outputs)
 
 
 def _terms(ledger: Ledger, stream: str) -> dict[str, Term]:
@@ -157,7 +159,7 @@ def last_seen(
             for name, keys in zip(names, rows, strict=True)
             for at in range(len(keys))
         ]
-        outputs = layer_output(_terms(ledger, stream.name), weights, inputs)
+        outputs = layer_output(stream, _terms(ledger, stream.name), weights, inputs)
         found[stream.name] = LayerQueries(labels, inputs, outputs)
     return found
 

@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualform.ledger import Book, Term
+from dualform.ledger import Book, Stream, Term
 from dualform.memory.blocks import Bilinear, Functional, as_matrix, by_group
 from dualform.record.optimizers import Operator, Sided
 
 
 def layer_output(
-    terms: Mapping[str, Term], parameters: Mapping[str, Tensor], keys: Tensor
+    stream: Stream, terms: Mapping[str, Term], parameters: Mapping[str, Tensor], keys: Tensor
 ) -> Tensor:
     """(queries, outputs): what a stream's parameters make of its keys, in float64."""
-    parts = [
-        _one_output(term, as_matrix(parameters[book].double(), term.view, term.groups), keys)
-        for book, term in terms.items()
-    ]
-    width = max(part.shape[-1] for part in parts)
-    return torch.stack([part.expand(len(keys), width) for part in parts]).sum(0)
+    width = stream.values[0] if stream.layout else math.prod(stream.values)
+    total = torch.zeros(len(keys), width, dtype=torch.float64)
+    for book, term in terms.items():
+        matrix = as_matrix(parameters[book].double(), term.view, term.groups)
+        total += _one_output(term, matrix, keys, width)
+    return total
 
 
-def _one_output(term: Term, matrix: Tensor, keys: Tensor) -> Tensor:
+def _one_output(term: Term, matrix: Tensor, keys: Tensor, width: int) -> Tensor:
     top, left = term.at
     if term.form == "lookup":
-        return matrix[keys[:, 0] + top, left:]
+        return matrix[keys[:, 0] + top, left : left + width]
     keys = keys.double()
     if term.form == "sum":
-        return matrix[top:, 0][None]
+        return matrix[top : top + width, 0]
     if term.form == "scale":
         return keys * matrix[top : top + keys.shape[1], 0]
     if term.groups == 1:
-        return keys @ matrix[top:, left : left + keys.shape[1]].T
+        return keys @ matrix[top : top + width, left : left + keys.shape[1]].T
     weight = by_group(matrix[None], term.groups)[0]
     return torch.einsum("goi,qgi->qgo", weight, by_group(keys, term.groups)).flatten(1)
 

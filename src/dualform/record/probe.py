@@ -11,7 +11,7 @@ step's *factor*. Where it does not, the rows do not explain the gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -168,7 +168,7 @@ class Evidence:
         w, _ = self.sums
         return _ratio((self.u * w).sum(1), w.square().sum(1))
 
-    def noise(self) -> set[str]:
+    def noise(self, factor: Tensor) -> set[str]:
         """Books in which a gradient is zero but for rounding, though errors came in.
 
         Such are offsets that what follows takes out again: a bias before a batch normalization,
@@ -183,24 +183,29 @@ class Evidence:
                         plain = replace(rows, values=rows.values.abs(), keys=rows.keys.abs())
                         term, steps = feed.terms[name], len(size)
                         size += probe_rows(feed.stream, term, plain, look, steps)[0]
-                small = self.u[:, columns].abs() <= NOISE * self.rounding * size
+                reach = size * factor.abs()[:, None]
+                small = self.u[:, columns].abs() <= NOISE * self.rounding * reach
                 if bool((small & (size > 0)).any()):
                     found.add(name)
         return found
 
     def from_batch(self, at: int, first: int) -> Evidence:
         """The same without the batches of step `at` that came before `first`."""
-        kept = [
-            replace(
-                feed,
-                pieces=[
-                    p.keep((p.segments[:, 0] != at) | (p.segments[:, 1] >= first))
-                    for p in feed.pieces
-                ],
-            )
+        return self._keep(lambda table: (table[:, 0] != at) | (table[:, 1] >= first))
+
+    def of_touched(self) -> Evidence:
+        """The same without the rows of steps that left the account alone."""
+        if bool(self.touched.all()):
+            return self
+        return self._keep(lambda table: self.touched[table[:, 0]])
+
+    def _keep(self, chosen: Callable[[Tensor], Tensor]) -> Evidence:
+        """Only the segments that are chosen."""
+        feeds = [
+            replace(feed, pieces=[rows.keep(chosen(rows.segments)) for rows in feed.pieces])
             for feed in self.feeds
         ]
-        return replace(self, feeds=kept)
+        return replace(self, feeds=feeds)
 
     def batches(self, at: int) -> list[int]:
         """The batches that left rows in step `at`, in order."""
@@ -288,7 +293,7 @@ def settle_factors(evidence: Sequence[Evidence]) -> tuple[list[Evidence], Tensor
         factor, agrees = _account_factor(account, shared)
         for at in torch.nonzero(~agrees).flatten().tolist():
             account, factor[at], agrees[at] = _without_discarded(account, at, factor[at])
-        settled.append(account)
+        settled.append(account.of_touched())
         factors.append(torch.where(agrees & account.touched, factor, 0.0))
         agreed.append(agrees)
     return settled, torch.stack(factors, 1), torch.stack(agreed, 1)

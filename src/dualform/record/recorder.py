@@ -235,11 +235,12 @@ class Recorder:
         shown = [*step.probes.values(), *([step.columns[1]] if step.columns else [])]
         if not all(bool(probe.isfinite().all()) for probe in shown):
             return {}
-        evidence, _, agreed = settle_factors(self._settler.evidence([step], self._watch.peek()))
+        found = settle_factors(self._settler.evidence([step], self._watch.peek()))
+        evidence, factors, agreed = found
         failed: dict[str, str] = {}
         for at, account in enumerate(evidence):
             if isinstance(self._rule, StateRule):
-                failed |= dict.fromkeys(account.noise(), NOISY)
+                failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
             if not agreed[0, at]:
                 failed |= dict.fromkeys(account.looks, UNEXPLAINED)
         seen = {*step.probes, *(step.columns[0] if step.columns else ())}
