@@ -80,9 +80,9 @@ class Problem:
         return made
 
 
-def problem(name: str, dtype: torch.dtype) -> Problem:
+def problem(name: str, dtype: torch.dtype, seed: int = 1) -> Problem:
     """Eight samples of a case, and targets far from what it gives."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model, x = CASES[name].make().to(dtype), CASES[name].inputs(8)
     if x.is_floating_point():
         x = x.to(dtype)
@@ -102,9 +102,10 @@ def run_cell(
     dtype: torch.dtype,
     path: Path,
     autocast: torch.dtype | None = None,
+    seed: int = 1,
 ) -> Cell:
     """Trains a case twice, once recorded, and reads its books."""
-    recorded = problem(case, dtype)
+    recorded = problem(case, dtype, seed)
     twin = recorded.twin()
     if autocast is not None:
         cast_forward(recorded.model, autocast)
