@@ -38,7 +38,7 @@ remainder in float64 is {double}, without Muon.
 
 The problems are posed so that weights move steadily, because the remainder is relative to their
 change. Other seeds of them ({seeds}) in float32: {others}.
-Those are single parameters that moved out and back, or whose gradients nearly cancel.
+Those are parameters that changed little for their size, or had a gradient that nearly cancels.
 
 **Muon** takes matrices only, and its remainder is {muon}: torch runs its Newton–Schulz iteration in
 bfloat16, and what that rounds is no matrix times the gradients. It is allowed 5e-2.
