@@ -145,7 +145,7 @@ class Workload:
 
 WORKLOADS = {
     "MLP 784-800-800-10": Workload(mlp, (784,), 64, 32),
-    "ResNet, 8 convolutions": Workload(ResNet, (3, 32, 32), 32, 8),
+    "ResNet, 9 convolutions": Workload(ResNet, (3, 32, 32), 32, 8),
     "ViT, 4 layers × 64": Workload(ViT, (3, 32, 32), 16, 8),
     "LSTM, 256": Workload(LanguageModel, (32,), 16, 12, words=1000),
     "GPT-2, 4 layers × 256": Workload(GPT2, (32,), 8, 6, words=1000),
