@@ -151,10 +151,19 @@ class RunInfo:
     @property
     def declarations(self) -> tuple[Declaration, ...]:
         """The streams again, each with its terms."""
-        return tuple(
-            Declaration(s, {b.name: b.terms[s.name] for b in self.books if s.name in b.terms})
-            for s in self.streams
-        )
+        return tuple(Declaration(stream, self.terms_of(stream.name)) for stream in self.streams)
+
+    def stream(self, name: str) -> Stream:
+        """The stream of this name."""
+        return {stream.name: stream for stream in self.streams}[name]
+
+    def fed_by(self, stream: str) -> tuple[Book, ...]:
+        """The books that a stream's rows enter."""
+        return tuple(book for book in self.books if stream in book.terms)
+
+    def terms_of(self, stream: str) -> dict[str, Term]:
+        """How a stream's rows enter each of them, by the book's name."""
+        return {book.name: book.terms[stream] for book in self.fed_by(stream)}
 
     def declared(self, declarations: Iterable[Declaration]) -> RunInfo:
         """The same with these streams, each once, and their terms in the books."""

@@ -152,8 +152,7 @@ def _line(
     granularity = accounting.granularity(book)
     notes = [note["reason"] for note in ledger.notes if note["book"] == book.name]
     reason = (notes[0] if notes else book.reason) if "step" in granularity else ""
-    fed = [stream for stream in ledger.info.streams if stream.name in book.terms]
-    rows = sum(Scan(ledger, stream, until).rows for stream in fed)
+    rows = sum(Scan(ledger, ledger.info.stream(name), until).rows for name in book.terms)
     return BookAudit(
         book.name, book.shape, granularity, rows, remainder, _bytes(ledger, book), reason
     )
@@ -168,5 +167,4 @@ def _bytes(ledger: Ledger, book: Book) -> int:
 
 def _payer(ledger: Ledger, stream: str) -> str:
     """The book that a stream's bytes are counted for: a weight rather than its bias."""
-    fed = [book for book in ledger.info.books if stream in book.terms]
-    return min(fed, key=lambda book: book.terms[stream].form == "sum").name
+    return min(ledger.info.fed_by(stream), key=lambda book: book.terms[stream].form == "sum").name

@@ -42,10 +42,10 @@ class LayerRows:
 
     def __init__(self, source: Source, layer: str, keys: Tensor, directions: Tensor) -> None:
         self.source = source
-        ledger = source.ledger
-        self.terms = {b.name: b.terms[layer] for b in ledger.info.books if layer in b.terms}
+        info = source.ledger.info
+        self.terms = info.terms_of(layer)
         """The layer's own terms."""
-        self._books = [book for book in ledger.info.books if layer in book.terms]
+        self._books = info.fed_by(layer)
         units = _units(directions)
         self._questions = {
             book.name: functional(book, self.terms[book.name], keys, directions, units)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import ModelMismatchError, ReadingError
-from dualform.ledger import Declaration, Ledger, Stream, Term
+from dualform.ledger import Declaration, Ledger, Stream
 from dualform.ledger.samples import SampleId
 from dualform.read.questions import layer_output
 from dualform.read.scan import RowColumns, widen
@@ -133,13 +133,9 @@ def _queries(
             for at in range(places)
         ]
     inputs = torch.cat([rows for _, rows in calls])
-    stream = next(stream for stream in ledger.info.streams if stream.name == name)
-    outputs = layer_output(stream, _terms(ledger, name), weights, inputs)
+    info = ledger.info
+    outputs = layer_output(info.stream(name), info.terms_of(name), weights, inputs)
     return LayerQueries(names, inputs, outputs)
-
-
-def _terms(ledger: Ledger, stream: str) -> dict[str, Term]:
-    return {book.name: book.terms[stream] for book in ledger.info.books if stream in book.terms}
 
 
 def last_seen(
@@ -159,7 +155,7 @@ def last_seen(
             for name, keys in zip(names, rows, strict=True)
             for at in range(len(keys))
         ]
-        outputs = layer_output(stream, _terms(ledger, stream.name), weights, inputs)
+        outputs = layer_output(stream, ledger.info.terms_of(stream.name), weights, inputs)
         found[stream.name] = LayerQueries(labels, inputs, outputs)
     return found
 

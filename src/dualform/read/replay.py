@@ -122,9 +122,8 @@ def step_gradients(
     """The sum of a book's rows for each step of a span, by its number, in float64."""
     found: dict[int, Tensor] = {}
     for name, term in book.terms.items():
-        stream = next(s for s in ledger.info.streams if s.name == name)
         shape = as_matrix(torch.empty(book.shape, device="meta"), term.view, term.groups).shape
-        for chunk in Scan(ledger, stream, last, device, first):
+        for chunk in Scan(ledger, ledger.info.stream(name), last, device, first):
             sides = row_sides(chunk, term)
             for t, rows in chunk.by_step():
                 ones = torch.ones(rows.stop - rows.start, dtype=torch.float64, device=device)

@@ -220,19 +220,14 @@ class Reading(Shown):
         if "outer" not in forms:
             raise ReadingError(f"{what} the inputs of matrix products; '{self.layer}' is none.")
         for stream in ledger.info.streams:
-            if any(
-                stream.name in book.terms and book.terms[stream.name].form == "outer"
-                for book in ledger.info.books
-                if book.name in self._rows.terms
-            ):
+            terms = ledger.info.terms_of(stream.name)
+            if any(t.form == "outer" for book, t in terms.items() if book in self._rows.terms):
                 yield from Scan(ledger, stream, self.source.until, self.source.device)
 
     def _numbers(self) -> Tensor:
         """The coefficients of the weight's rows, where they are numbers."""
-        ledger, terms = self.source.ledger, self._rows.terms
-        weight = next(
-            b for b in ledger.info.books if b.name in terms and terms[b.name].form == "outer"
-        )
+        terms, books = self._rows.terms, self.source.ledger.info.fed_by(self.layer)
+        weight = next(book for book in books if terms[book.name].form == "outer")
         span = next(iter(self.source.accounting.spans([weight])))
         found = span.coefficients[weight.name]
         if not isinstance(found, Tensor) or terms[weight.name].groups > 1:

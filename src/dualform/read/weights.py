@@ -67,10 +67,10 @@ def _chunks(accounting: Accounting, book: Book) -> Iterator[tuple[Chunk, Term, S
     """All rows of a book, with the term they enter by and the coefficients of their steps."""
     ledger = accounting.ledger
     for span in accounting.spans([book]) if book.terms else ():
-        for stream in ledger.info.streams:
-            if stream.name in book.terms:
-                for chunk in Scan(ledger, stream, span.last, accounting.device, span.first):
-                    yield chunk, book.terms[stream.name], span.coefficients[book.name]
+        for name, term in book.terms.items():
+            stream = ledger.info.stream(name)
+            for chunk in Scan(ledger, stream, span.last, accounting.device, span.first):
+                yield chunk, term, span.coefficients[book.name]
 
 
 def _chosen(chunk: Chunk, samples: Tensor | None) -> Tensor:
