@@ -37,6 +37,16 @@ def as_matrix(parameter: Tensor, view: str, groups: int = 1) -> Tensor:
     return split.reshape(groups * outputs, -1)
 
 
+def matrix_shape(shape: tuple[int, ...], view: str, groups: int = 1) -> tuple[int, int]:
+    """Height and width of a parameter of this shape, as a matrix.
+
+    >>> matrix_shape((8, 3, 5, 5), "swapped", groups=2)
+    (6, 100)
+    """
+    height, width = as_matrix(torch.empty(shape, device="meta"), view, groups).shape
+    return height, width
+
+
 def from_matrix(matrix: Tensor, shape: tuple[int, ...], view: str, groups: int = 1) -> Tensor:
     """The inverse of `as_matrix`.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualform.ledger import Book, Stream, Term
-from dualform.memory.blocks import Bilinear, Functional, as_matrix, by_group
+from dualform.memory.blocks import Bilinear, Functional, as_matrix, by_group, matrix_shape
 from dualform.record.optimizers import Operator, Sided
 
 
@@ -48,8 +48,8 @@ def functional(
 
     `units` are the outputs asked about, where every direction is a single one.
     """
-    shape = as_matrix(torch.empty(book.shape, device="meta"), term.view, term.groups).shape
-    (height, width), (top, left) = shape, term.at
+    height, width = matrix_shape(book.shape, term.view, term.groups)
+    top, left = term.at
     if term.form == "lookup":
         return Functional(keys[:, 0] + top, _placed(directions, left, width))
     keys = keys.double()

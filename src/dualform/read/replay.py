@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger
 from dualform.ledger.format import BUFFER, STATE
-from dualform.memory.blocks import as_matrix, from_matrix
-from dualform.read.scan import Scan, row_sides
+from dualform.read.scan import Scan, row_sides, rows_total
 from dualform.record.optimizers import (
     BY_ROW,
     STILL,
@@ -122,13 +121,11 @@ def step_gradients(
     """The sum of a book's rows for each step of a span, by its number, in float64."""
     found: dict[int, Tensor] = {}
     for name, term in book.terms.items():
-        shape = as_matrix(torch.empty(book.shape, device="meta"), term.view, term.groups).shape
         for chunk in Scan(ledger, ledger.info.stream(name), last, device, first):
             sides = row_sides(chunk, term)
             for t, rows in chunk.by_step():
                 ones = torch.ones(rows.stop - rows.start, dtype=torch.float64, device=device)
-                total = sides[rows].total(ones, tuple(shape))
-                gradient = from_matrix(total, book.shape, term.view, term.groups)
+                gradient = rows_total(book, term, sides[rows], ones)
                 found[t] = found[t] + gradient if t in found else gradient
     return found
 

@@ -14,9 +14,9 @@ from rich.progress import Progress, TaskID
 from torch import Tensor
 
 from dualform.errors import CorruptError
-from dualform.ledger import Ledger, Stream, Term
+from dualform.ledger import Book, Ledger, Stream, Term
 from dualform.ledger.reader import Commit
-from dualform.memory.blocks import Sides
+from dualform.memory.blocks import Sides, from_matrix, matrix_shape
 from dualform.record.layers import expand, positions
 
 CHUNK_BYTES = 16 << 20
@@ -118,6 +118,12 @@ class Chunk:
 def row_sides(chunk: Chunk, term: Term) -> Sides:
     """A chunk's rows as the blocks they add to a parameter."""
     return Sides.of(term.form, chunk.keys, chunk.values, term.groups, term.at)
+
+
+def rows_total(book: Book, term: Term, sides: Sides, coefficients: Tensor) -> Tensor:
+    """`Σ c a ⊗ b` over some rows, in the shape of the parameter, in float64."""
+    shape = matrix_shape(book.shape, term.view, term.groups)
+    return from_matrix(sides.total(coefficients, shape), book.shape, term.view, term.groups)
 
 
 class Scan:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from dualform.ledger import Book, Term
 from dualform.ledger.format import BUFFER
-from dualform.memory.blocks import Sides, as_matrix, from_matrix
 from dualform.read.coefficients import Accounting, StepCoefficients
-from dualform.read.scan import Chunk, Scan, row_sides
+from dualform.read.scan import Chunk, Scan, row_sides, rows_total
 from dualform.record.optimizers import apply
 
 
@@ -85,19 +84,13 @@ def _chunk_part(
 ) -> Tensor:
     sides = row_sides(chunk, term)
     if isinstance(coefficients, Tensor):
-        return _total(book, term, sides, chosen * coefficients[chunk.steps])
+        return rows_total(book, term, sides, chosen * coefficients[chunk.steps])
     part = torch.zeros(book.shape, dtype=torch.float64, device=chunk.keys.device)
     for step, rows in chunk.by_step():
         if step in coefficients:
-            gradient = _total(book, term, sides[rows], chosen[rows])
+            gradient = rows_total(book, term, sides[rows], chosen[rows])
             part += apply(coefficients[step], gradient)
     return part
-
-
-def _total(book: Book, term: Term, sides: Sides, coefficients: Tensor) -> Tensor:
-    shape = as_matrix(torch.empty(book.shape, device="meta"), term.view, term.groups).shape
-    total = sides.total(coefficients, tuple(shape))
-    return from_matrix(total, book.shape, term.view, term.groups)
 
 
 def reconstruct(accounting: Accounting) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.ledger import Term
-from dualform.memory.blocks import as_matrix
+from dualform.memory.blocks import as_matrix, matrix_shape
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
 from dualform.record.plan import Plan, reason_of
 from dualform.record.probe import Look
@@ -178,7 +178,7 @@ class Books:
     def _look(self, name: str) -> Look:
         """Some rows of the book's matrix, and the vectors they are multiplied with."""
         term, parameter = self._terms[name], self._plan.parameters[name]
-        height, width = as_matrix(parameter, term.view, term.groups).shape
+        height, width = matrix_shape(tuple(parameter.shape), term.view, term.groups)
         rows = PROBED_COLUMN if term.view == "flat" else PROBED_ROWS
         first = min(self._turn * rows % height, max(0, height - rows))
         if name not in self._vectors:

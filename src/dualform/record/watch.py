@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from dualform.errors import RecordingError
 from dualform.ledger import Declaration, Stream
 from dualform.ledger.samples import SampleId, check_ids
-from dualform.memory.blocks import as_matrix
+from dualform.memory.blocks import matrix_shape
 from dualform.record.layers import (
     Finder,
     Rows,
@@ -108,11 +108,12 @@ class Ports:
         book, term = next(iter(site.terms.items()))
         if term.form == "lookup":
             return ""
-        (top, left), whole = term.at, as_matrix(self._parameters[book], term.view, term.groups)
+        shape = tuple(self._parameters[book].shape)
+        (top, left), (height, width) = term.at, matrix_shape(shape, term.view, term.groups)
         rows = stream.values[0] if stream.layout else math.prod(stream.values)
-        columns = math.prod(stream.keys) if term.form == "outer" else whole.shape[1]
-        part = f"{top}:{top + rows}" if rows < whole.shape[0] else ""
-        if columns < whole.shape[1] and not stream.layout:
+        columns = math.prod(stream.keys) if term.form == "outer" else width
+        part = f"{top}:{top + rows}" if rows < height else ""
+        if columns < width and not stream.layout:
             part = f"{part or ':'},{left}:{left + columns}"
         return f"[{part}]" if part else ""
 
