@@ -12,16 +12,15 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualform.ledger import Stream, Term
+from dualform.ledger import Stream
 from dualform.memory.blocks import by_group
 from dualform.record.layers.use import (
     Finder,
-    Found,
     Function,
     LayerKind,
     Site,
     Use,
-    bias_term,
+    book_terms,
     named,
     place,
 )
@@ -100,26 +99,15 @@ def _conv_use(
     batched = x.ndim > dims
     x = x if batched else x[None]
     key = (place(W), place(b), repr(geometry), x.shape[1:])
-    site = find.site(key, lambda: _site(first.label, W, b, geometry, dims, swapped))
+
+    def build() -> Site:
+        terms = book_terms(W, b, swapped=swapped, groups=geometry["groups"])
+        return Site(first.label, terms, dims, dims, {"kind": "patches", **geometry}, axis=0)
+
+    site = find.site(key, build)
     if site is None:
         return None
     return Use(site, out, x, None if batched else lambda error: error[None])
-
-
-def _site(
-    label: str,
-    W: Found | None,
-    b: Found | None,
-    geometry: dict[str, Any],
-    dims: int,
-    swapped: bool,
-) -> Site | None:
-    terms = bias_term(b) or {}
-    if W is not None and (found := W.matrix(swapped)) is not None:
-        view, at = found
-        terms = {W.book: Term("outer", view, geometry["groups"], at), **terms}
-    layout = {"kind": "patches", **geometry}
-    return Site(label, terms, dims, dims, layout, axis=0) if terms else None
 
 
 def _each(value: Any, dims: int) -> list[int]:

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualform.ledger import Term
-from dualform.record.layers.use import Finder, Found, Function, LayerKind, Site, Use, place
+from dualform.record.layers.use import (
+    Finder,
+    Found,
+    Function,
+    LayerKind,
+    Site,
+    Use,
+    book_terms,
+    place,
+)
 
 T = torch.Tensor
 
@@ -149,12 +157,8 @@ def _scale(
 
 
 def _site(find: Finder, found: Found, form: str) -> Site | None:
-    def build() -> Site | None:
-        at = found.flat()
-        terms = {found.book: Term(form, "flat", at=at or (0, 0))}
-        return None if at is None else Site(found.label, terms, axis=find.axis)
-
-    return find.site((form, place(found), find.axis), build)
+    key = (form, place(found), find.axis)
+    return find.site(key, lambda: Site(found.label, book_terms(found, form=form), axis=find.axis))
 
 
 def _to_rows(shape: list[int], ndim: int) -> Callable[[Tensor], Tensor]:

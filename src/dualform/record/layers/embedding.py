@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from dualform.ledger import Term
 from dualform.record.layers.use import (
     Finder,
     Found,
@@ -19,6 +18,7 @@ from dualform.record.layers.use import (
     LayerKind,
     Site,
     Use,
+    book_terms,
     named,
     place,
 )
@@ -137,13 +137,10 @@ def _bags(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def _site(find: Finder, table: Found) -> Site | None:
-    def build() -> Site | None:
-        found = table.matrix()
-        if found is None or found[0] != "rows":
-            return None
-        return Site(table.label, {table.book: Term("lookup", "rows", at=found[1])}, key_dims=0)
-
-    return find.site(("lookup", place(table)), build)
+    return find.site(
+        ("lookup", place(table)),
+        lambda: Site(table.label, book_terms(table, form="lookup"), key_dims=0),
+    )
 
 
 def _weigh(places: Tensor, padding: int | None, by_frequency: bool) -> Callable[[Tensor], Tensor]:

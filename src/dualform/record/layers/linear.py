@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualform.ledger import Term
 from dualform.record.layers.use import (
     Finder,
-    Found,
     Function,
     LayerKind,
     Site,
     Use,
-    bias_term,
+    book_terms,
     place,
 )
 
@@ -90,19 +88,13 @@ class MatrixProduct(LayerKind):
 def matrix_use(find: Finder, x: Any, weight: Any, bias: Any, out: Any, swapped: bool) -> Use | None:
     """A matrix product with a weight, whichever of weight and bias are trained."""
     W, b = find(weight), find(bias)
-    if (W is None and b is None) or not isinstance(x, Tensor):
+    first = W or b
+    if first is None or not isinstance(x, Tensor):
         return None
     key = (swapped, place(W), place(b), find.axis)
-    site = find.site(key, lambda: _site(W, b, swapped, find.axis))
+    site = find.site(
+        key, lambda: Site(first.label, book_terms(W, b, swapped=swapped), axis=find.axis)
+    )
     if site is None:
         return None
     return Use(site, out, x if W is not None else lambda: x[..., :0])  # an offset needs no keys
-
-
-def _site(W: Found | None, b: Found | None, swapped: bool, axis: int | None) -> Site | None:
-    terms = bias_term(b) or {}
-    if W is not None and (found := W.matrix(swapped)) is not None:
-        view, at = found
-        terms = {W.book: Term("outer", view, at=at), **terms}
-    label = W.label if W is not None else b.label if b is not None else ""
-    return Site(label, terms, axis=axis) if terms else None

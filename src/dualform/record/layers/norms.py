@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualform.ledger import Term
 from dualform.record.layers.use import (
     Finder,
     Function,
     LayerKind,
     Site,
     Use,
-    bias_term,
+    book_terms,
     named,
     place,
 )
@@ -93,13 +92,10 @@ def _use(
     first = gamma or beta
     if first is None:
         return None
-    label = first.label
 
-    def build() -> Site | None:
-        terms = bias_term(beta) or {}
-        if gamma is not None and (at := gamma.flat()) is not None:
-            terms = {gamma.book: Term("scale", "flat", at=at), **terms}
-        return Site(label, terms, dims, dims, axis=0 if channels else find.axis) if terms else None
+    def build() -> Site:
+        terms = book_terms(gamma, beta, "scale")
+        return Site(first.label, terms, dims, dims, axis=0 if channels else find.axis)
 
     site = find.site(("norm", place(gamma), place(beta), dims, find.axis), build)
     if site is None:

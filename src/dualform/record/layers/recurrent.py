@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.ledger import Term
 from dualform.record.layers.unroll import Call, rows_of
-from dualform.record.layers.use import Finder, Function, LayerKind, Rows, Site, bias_term, place
+from dualform.record.layers.use import Finder, Function, LayerKind, Rows, Site, book_terms, place
 
 
 class Recurrent(LayerKind):
@@ -72,13 +71,8 @@ class RecurrentUse:
 
     def _site(self, weight: Tensor, bias: Tensor | None) -> Site | None:
         W, b = self._find(weight), self._find(bias)
-
-        def build() -> Site | None:
-            terms = bias_term(b) or {}
-            if W is not None and (found := W.matrix()) is not None:
-                terms = {W.book: Term("outer", found[0], at=found[1]), **terms}
-            return Site((W or b).label, terms, axis=0) if terms else None  # type: ignore[union-attr]
-
-        if W is None and b is None:
+        first = W or b
+        if first is None:
             return None
-        return self._find.site(("recurrent", place(W), place(b)), build)
+        key = ("recurrent", place(W), place(b))
+        return self._find.site(key, lambda: Site(first.label, book_terms(W, b), axis=0))

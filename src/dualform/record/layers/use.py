@@ -103,11 +103,11 @@ class Found(NamedTuple):
             return None
         return ("swapped", (at[1], at[0])) if turned else ("rows", at)
 
-    def flat(self) -> tuple[int, int] | None:
-        """Where the given tensor begins in the flattened parameter; None where it is no stretch."""
+    def flat(self) -> tuple[str, tuple[int, int]] | None:
+        """The same for the flattened parameter; None where the given tensor is no stretch of it."""
         if not (self.given.is_contiguous() and self.parameter.is_contiguous()):
             return None
-        return self._offset(), 0
+        return "flat", (self._offset(), 0)
 
     def _offset(self) -> int:
         return int(self.given.storage_offset()) - int(self.parameter.storage_offset())
@@ -158,10 +158,11 @@ class Finder:
     def _trained(self, tensor: Tensor) -> bool:
         return id(tensor) in self._names and tensor.requires_grad
 
-    def site(self, key: Hashable, build: Callable[[], Site | None]) -> Site | None:
-        """The site known under a key; made at the first call."""
+    def site(self, key: Hashable, build: Callable[[], Site]) -> Site | None:
+        """The site known under a key, made at the first call; None where it feeds no book."""
         if key not in self._sites:
-            self._sites[key] = build()
+            site = build()
+            self._sites[key] = site if site.terms else None
         return self._sites[key]
 
 
@@ -180,12 +181,24 @@ def place(found: Found | None) -> Hashable:
     return found.book, found.label, given.storage_offset(), given.shape, given.stride()
 
 
-def bias_term(found: Found | None) -> dict[str, Term] | None:
-    """The term of an offset; empty where there is no trained one, None where it is no stretch."""
-    if found is None:
+def book_terms(
+    weight: Found | None,
+    bias: Found | None = None,
+    form: str = "outer",
+    swapped: bool = False,
+    groups: int = 1,
+) -> dict[str, Term]:
+    """How a weight in this form and an offset enter, as far as they are trained and blocks."""
+    of_weight = {} if weight is None else _term(weight, form, swapped, groups)
+    return of_weight | ({} if bias is None else _term(bias, "sum"))
+
+
+def _term(found: Found, form: str, swapped: bool = False, groups: int = 1) -> dict[str, Term]:
+    block = found.matrix(swapped) if form in ("outer", "lookup") else found.flat()
+    if block is None or (form == "lookup" and block[0] != "rows"):
         return {}
-    at = found.flat()
-    return None if at is None else {found.book: Term("sum", "flat", at=at)}
+    view, at = block
+    return {found.book: Term(form, view, groups, at)}
 
 
 Function: TypeAlias = Callable[..., Any]
