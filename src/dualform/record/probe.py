@@ -253,15 +253,13 @@ def _probe_blocks(
         return w.flatten(1), torch.zeros(steps, dtype=torch.float64)
     a = a[:, first - top : last - top]
     size = torch.linalg.vector_norm(a, dim=1)
-    if inner is None:
-        terms = a[:, :, None]
-    elif inner.shape[1] == 1:
-        terms = a[:, :, None] * inner
+    terms = a[:, :, None]
+    if inner is not None:
         size = size * torch.linalg.vector_norm(inner, dim=(1, 2))
-    else:
-        group = torch.arange(first - top, last - top, device=a.device) * inner.shape[1] // height
-        terms = a[:, :, None] * inner[:, group]
-        size = size * torch.linalg.vector_norm(inner, dim=(1, 2))
+        if (groups := inner.shape[1]) > 1:
+            places = torch.arange(first - top, last - top, device=a.device)
+            inner = inner[:, places * groups // height]
+        terms = terms * inner
     w[:, first - look.rows.start : last - look.rows.start] = _sum_by(at, terms, steps)
     return w.flatten(1), _sum_by(at, size, steps)
 
