@@ -18,6 +18,7 @@ from dualform.read.scan import RowColumns, widen
 from dualform.record.layers import (
     Finder,
     Rows,
+    Seen,
     Site,
     Watching,
     arrangement,
@@ -49,7 +50,7 @@ def ask(
     model: nn.Module, x: Any, ledger: Ledger, weights: Mapping[str, Tensor]
 ) -> dict[str, LayerQueries]:
     """Runs the model on `x` in evaluation mode; keeps what each recorded layer sees."""
-    uses: list[Any] = []
+    uses: list[Seen] = []
     find = Finder(dict(model.named_parameters()), frozen=True)
     training = [module for module in model.modules() if module.training]
     hooks = [*shared_labels(model, find), *packing_order(model, find)]

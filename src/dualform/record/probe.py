@@ -105,7 +105,6 @@ class Look:
 class Feed:
     """The rows that one stream gives to the books of an account."""
 
-    index: int
     stream: Stream
     terms: dict[str, Term]
     pieces: list[StreamRows]

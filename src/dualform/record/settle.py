@@ -154,7 +154,7 @@ class Settler:
         for index in ports:
             port = self._ports[index]
             terms = {book: term for book, term in port.terms.items() if book in columns}
-            feeds.append(Feed(index, port.stream, terms, rows.get(index, [])))
+            feeds.append(Feed(port.stream, terms, rows.get(index, [])))
         active = [
             (states[:, self._column[name]] == BY_ROW)[:, None].expand(-1, look.numbers)
             for name, (look, _) in columns.items()

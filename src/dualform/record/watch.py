@@ -21,6 +21,7 @@ from dualform.memory.blocks import matrix_shape
 from dualform.record.layers import (
     Finder,
     Rows,
+    Seen,
     Site,
     Watching,
     arrangement,
@@ -275,7 +276,7 @@ class Watch:
 
     # Uses
 
-    def _take(self, use: Any) -> None:
+    def _take(self, use: Seen) -> None:
         outputs = use.outputs
         nodes = [node for out in outputs if (node := out.grad_fn) is not None]
         if not nodes:
@@ -289,7 +290,7 @@ class Watch:
         else:
             torch.autograd.graph.register_multi_grad_hook(outputs, backward)
 
-    def _backward(self, use: Any, batch: Batch) -> Callable[[Sequence[Tensor | None]], None]:
+    def _backward(self, use: Seen, batch: Batch) -> Callable[[Sequence[Tensor | None]], None]:
         self._calls += 1
         order = self._calls
 

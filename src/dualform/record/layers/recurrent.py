@@ -48,8 +48,6 @@ class Recurrent(LayerKind):
 class RecurrentUse:
     """One call of a recurrent layer."""
 
-    superseded = False
-
     def __init__(self, find: Finder, call: Call, outputs: tuple[Tensor, ...]) -> None:
         self._find, self._call, self.outputs = find, call, outputs
         self._order = find.order

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
@@ -39,6 +39,20 @@ class Rows(NamedTuple):
     site: Site
     keys: Tensor
     values: Tensor | None
+
+
+class Seen(Protocol):
+    """A call that was seen, as a recorder or a reader needs it."""
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors whose gradients `rows` wants."""
+
+    def let_go(self) -> None:
+        """Forgets the outputs: a hook on their graph must not keep that graph alive."""
+
+    def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
+        """Keys, and values where errors are given."""
 
 
 @dataclass(slots=True)
@@ -219,7 +233,7 @@ class LayerKind(ABC):
     @abstractmethod
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> Any:
+    ) -> Seen | None:
         """The call as a `Use`, or None where no parameter takes part as this kind books it."""
 
 

@@ -12,14 +12,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from dualform.ledger.format import ROOT
-from dualform.record.layers.use import Finder, Function, LayerKind
+from dualform.record.layers.use import Finder, Function, LayerKind, Seen
 
 
 class Watching(TorchFunctionMode):
     """While it is entered, every call that uses a known parameter is handed to `take`."""
 
     def __init__(
-        self, find: Finder, kinds: Mapping[Function, LayerKind], take: Callable[[Any], None]
+        self, find: Finder, kinds: Mapping[Function, LayerKind], take: Callable[[Seen], None]
     ) -> None:
         super().__init__()
         self._find, self._kinds, self._take = find, kinds, take
