@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 from torch.nn import functional as F
 
-from dualform.record.layers.use import Finder, Function, LayerKind
+from dualform.record.layers.use import Finder, Function, Inside, LayerKind
 
 
 class AttentionForward(LayerKind):
@@ -21,14 +21,11 @@ class AttentionForward(LayerKind):
 
     functions = (F.multi_head_attention_forward,)
 
-    def call(self, run: Callable[..., Any], func: Function, args: Any, kwargs: Any) -> Any:
-        """Runs it with its own calls being watched."""
-        return run(_undelegated(func), args, kwargs, axis=1)
-
-    def use(
-        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> None:
-        """Nothing of its own."""
+    def see(
+        self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, None]:
+        """Only the calls inside leave rows."""
+        return inside(_undelegated(func), args, kwargs, axis=1), None
 
 
 @cache

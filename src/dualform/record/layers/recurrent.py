@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dualform.record.layers.unroll import Call, rows_of
-from dualform.record.layers.use import Finder, Function, LayerKind, Rows, Site, book_terms, place
+from dualform.record.layers.use import (
+    Finder,
+    Function,
+    Inside,
+    LayerKind,
+    Rows,
+    Site,
+    book_terms,
+    place,
+)
 
 
 class Recurrent(LayerKind):
@@ -30,19 +39,15 @@ class Recurrent(LayerKind):
         torch.rnn_relu_cell,
     )
 
-    def call(self, run: Any, func: Function, args: Any, kwargs: Any) -> Any:
-        """Remembers the random state that dropout between layers starts from."""
-        self._call = Call.of(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def use(
-        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> RecurrentUse | None:
-        """Rows for every matrix that is trained."""
-        if not self._call.replayable:
-            return None  # dropout drawn inside a fused kernel
-        outputs = out if isinstance(out, tuple) else (out,)
-        return RecurrentUse(find, self._call, outputs)
+    def see(
+        self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, RecurrentUse | None]:
+        """Rows for every matrix; dropout between layers starts from the random state before."""
+        call = Call.of(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if not call.replayable:
+            return out, None  # dropout drawn inside a fused kernel
+        return out, RecurrentUse(find, call, out if isinstance(out, tuple) else (out,))
 
 
 class RecurrentUse:

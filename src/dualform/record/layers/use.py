@@ -7,7 +7,6 @@ what the call's rows are, for `nn.Linear` as for `F.linear(x, self.w[:8])`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -216,25 +215,30 @@ def _term(found: Found, form: str, swapped: bool = False, groups: int = 1) -> di
 
 
 Function: TypeAlias = Callable[..., Any]
+Inside: TypeAlias = Callable[..., Any]
+"""Called with a function, its arguments and the dimension that counts samples in it."""
 
 
-class LayerKind(ABC):
+class LayerKind:
     """A kind of layer: which torch functions it is, and what a call of one leaves as rows.
 
-    A new kind names its functions and writes `use`.
+    A new kind names its functions and writes `use`; or `see`, if it must act before the call.
     """
 
     functions: ClassVar[tuple[Function, ...]]
 
-    def call(self, run: Callable[..., Any], func: Function, args: Any, kwargs: Any) -> Any:
-        """Makes the call; a kind that must look inside does it differently."""
-        return func(*args, **kwargs)
+    def see(
+        self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, Seen | None]:
+        """Makes the call; its output and its use. `inside` makes it with its own calls watched."""
+        out = func(*args, **kwargs)
+        return out, self.use(find, func, args, kwargs, out)
 
-    @abstractmethod
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> Seen | None:
         """The call as a `Use`, or None where no parameter takes part as this kind books it."""
+        return None
 
 
 def named(

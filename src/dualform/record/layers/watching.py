@@ -31,9 +31,7 @@ class Watching(TorchFunctionMode):
         kind = self._kinds.get(func)
         if kind is None:
             return func(*args, **kwargs) if kwargs else func(*args)
-        kwargs = kwargs or {}
-        out = kind.call(self._inside, func, args, kwargs)
-        use = kind.use(self._find, func, args, kwargs, out)
+        out, use = kind.see(self._find, self._inside, func, args, kwargs or {})
         if use is not None:
             self._take(use)
         return out
