@@ -16,6 +16,7 @@ from dualform.record.layers.use import (
     Site,
     Use,
     book_terms,
+    named,
     place,
 )
 
@@ -33,18 +34,8 @@ class Linear(LayerKind):
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> Use | None:
         """Keys are the inputs as they are."""
-        bias = args[2] if len(args) > 2 else kwargs.get("bias")
-        weight = args[1] if len(args) > 1 else kwargs["weight"]
-        x = args[0] if args else kwargs["input"]
-        site = find.simple.get((id(weight), id(bias)))
-        trained = weight.requires_grad and (bias is None or bias.requires_grad)
-        if site is not None and find.axis is None and trained:
-            return Use(site, out, x)
-        use = matrix_use(find, x, weight, bias, out, swapped=False)
-        found = find(weight)
-        if use is not None and found is not None:
-            find.remember(found, bias, use.site)
-        return use
+        x, weight, bias = named(args, kwargs, "input weight bias").values()
+        return matrix_use(find, x, weight, bias, out, swapped=False)
 
 
 class MatrixProduct(LayerKind):

@@ -136,8 +136,6 @@ class Finder:
         self._frozen = frozen
         self._names = {id(p): (name, p) for name, p in parameters.items()}
         self._sites: dict[Hashable, Site | None] = {}
-        self.simple: dict[tuple[int, int], Site] = {}
-        """Sites of whole parameters with one name, by identity: the shortest way to one."""
         self.labels: dict[str, str] = {}
         """What shared parameters are called in the module that is running."""
         self.axis: int | None = None
@@ -161,15 +159,6 @@ class Finder:
         if not (parameter.requires_grad or self._frozen):
             return None
         return Found(name, self.labels.get(name, name), parameter, tensor)
-
-    def remember(self, weight: Found, bias: Any, site: Site) -> None:
-        """Makes a site known by the identity of its parameters, where that is enough."""
-        whole = weight.given is weight.parameter and (bias is None or self._trained(bias))
-        if whole and self.axis is None and not self.labels:
-            self.simple[id(weight.given), id(bias)] = site
-
-    def _trained(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._names and tensor.requires_grad
 
     def site(self, key: Hashable, build: Callable[[], Site]) -> Site | None:
         """The site known under a key, made at the first call; None where it feeds no book."""
