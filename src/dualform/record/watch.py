@@ -142,7 +142,7 @@ class Watch:
         self._find, self._usual = Finder(parameters), usual_axis(model)
         self._mode = Watching(self._find, kinds(), self._take)
         self._linear = kinds()[F.linear]
-        self._depth, self._entered = 0, False
+        self._depth = 0
         self._root, self._handles = model, list[RemovableHandle]()
         self._owners: dict[nn.Module, list[RemovableHandle]] = {}
         self._alone: set[nn.Module] = set()
@@ -236,14 +236,14 @@ class Watch:
 
     def _enter(self) -> None:
         self._depth += 1
-        if not self._entered:
-            self._entered = True
+        if self._depth == 1:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0 and self._entered:
-            self._entered = False
+        if self._depth == 0:
+            return  # the call was broken off before it was entered
+        self._depth -= 1
+        if self._depth == 0:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._find.recent.clear()
 
