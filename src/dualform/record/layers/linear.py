@@ -16,7 +16,6 @@ from dualform.record.layers.use import (
     Site,
     Use,
     book_terms,
-    named,
     place,
 )
 
@@ -34,8 +33,7 @@ class Linear(LayerKind):
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> Use | None:
         """Keys are the inputs as they are."""
-        x, weight, bias = named(args, kwargs, "input weight bias").values()
-        return matrix_use(find, x, weight, bias, out, swapped=False)
+        return matrix_use(find, out, False, *args, **kwargs)
 
 
 class MatrixProduct(LayerKind):
@@ -69,18 +67,20 @@ class MatrixProduct(LayerKind):
             return None
         x, weight = args if func is not torch.Tensor.__rmatmul__ else reversed(args)
         if find(weight) is not None and weight.ndim == 2:
-            return matrix_use(find, x, weight, bias, out, swapped=True)
+            return matrix_use(find, out, True, x, weight, bias)
         if find(x) is not None and x.ndim == 2 and weight.ndim > 1 and bias is None:
-            found = matrix_use(find, weight.mT, x, None, out, swapped=False)
+            found = matrix_use(find, out, False, weight.mT, x)
             return found and Use(found.site, out, weight.mT, lambda error: error.mT)
         return None
 
 
-def matrix_use(find: Finder, x: Any, weight: Any, bias: Any, out: Any, swapped: bool) -> Use | None:
+def matrix_use(
+    find: Finder, out: Any, swapped: bool, input: Any, weight: Any, bias: Any = None
+) -> Use | None:
     """A matrix product with a weight, whichever of weight and bias are trained."""
     W, b = find(weight), find(bias)
     first = W or b
-    if first is None or not isinstance(x, Tensor):
+    if first is None or not isinstance(input, Tensor):
         return None
     key = (swapped, place(W), place(b), find.axis)
     site = find.site(
@@ -88,4 +88,6 @@ def matrix_use(find: Finder, x: Any, weight: Any, bias: Any, out: Any, swapped: 
     )
     if site is None:
         return None
-    return Use(site, out, x if W is not None else lambda: x[..., :0])  # an offset needs no keys
+    if W is None:
+        return Use(site, out, lambda: input[..., :0])  # an offset needs no keys
+    return Use(site, out, input)
