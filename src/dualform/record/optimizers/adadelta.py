@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
 
 
@@ -24,12 +23,9 @@ class AdadeltaRule(StateRule):
     """
 
     name = "adadelta"
+    optimizer = "Adadelta"
     fields = ("lr", "rho", "eps", "weight_decay", "maximize")
     state = ("square_avg", "acc_delta")
-
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's own class."""
-        return is_plain(optimizer, "Adadelta")
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import count, flat, kept
 from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
 
@@ -32,12 +31,9 @@ class AdafactorRule(StateRule):
     """
 
     name = "adafactor"
+    optimizer = "Adafactor"
     fields = ("lr", "beta2_decay", "eps1", "eps2", "d", "weight_decay", "maximize")
     state = ("step", "row_var", "col_var", "variance")
-
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's own class."""
-        return is_plain(optimizer, "Adafactor")
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, `eps` as two; where the first is None, the dtype's resolution."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import count, kept
 from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
 
@@ -24,12 +24,9 @@ class AdagradRule(StateRule):
     """
 
     name = "adagrad"
+    optimizer = "Adagrad"
     fields = ("lr", "lr_decay", "eps", "weight_decay", "maximize")
     state = ("step", "sum")
-
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's own class."""
-        return is_plain(optimizer, "Adagrad")
 
     def memory(self, optimizer: Optimizer, parameter: Tensor) -> State:
         """The sum so far; the optimizer's initial value before it has met the parameter."""

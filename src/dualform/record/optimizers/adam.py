@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import clock, count, flat, kept
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, Pair, State, StateRule, Transition
 
 
-class AdamRule(StateRule):
+def adam_fields(*own: str) -> tuple[str, ...]:
+    """The options that every Adam has, around those of its own.
+
+    >>> adam_fields("amsgrad")[5:8]
+    ('decoupled_weight_decay', 'amsgrad', 'maximize')
+    """
+    numbers = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled_weight_decay")
+    return (*numbers, *own, "maximize", "capturable", "double")
+
+
+class AdamLike(StateRule):
+    """An Adam: averages of a direction `d = ±g + λ W` and of its square, and a step along them.
+
+    Decoupled, `d = ±g` and `W ← (1 - η λ) W`. At every step `b ← β1 b + (1 - β1) d` and
+    `v ← β2 v + (1 - β2) d²`; how far the step goes along `b` and `d`, each Adam says in `along`.
+    """
+
+    fields = adam_fields()
+    buffer = "exp_avg"
+    state: ClassVar[tuple[str, ...]] = ("step", "exp_avg_sq")
+
+    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
+        """The group's options, `betas` as two."""
+        return super().hyper(flat(group, maximize=False))
+
+    def transition(
+        self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
+    ) -> tuple[Transition, State]:
+        """The step, and `v` after it."""
+        descent, step = Descent.of(hyper), count(state)
+        beta1, beta2 = hyper["beta1"], hyper["beta2"]
+        d = descent.direction(W, gradient)
+        v = beta2 * state.get("exp_avg_sq", torch.zeros_like(d)) + (1 - beta2) * d**2
+        after = {**state, "step": kept(step), "exp_avg_sq": v}
+        on_b, on_d = self.along(hyper, step, after)
+        return descent.transition(on_b, on_d, keep=beta1, take=1 - beta1), after
+
+    @abstractmethod
+    def along(self, hyper: Hyper, step: float, state: State) -> Pair:
+        """How far to go along `b` and `d`; `state` has the new `v`, and takes what else is new."""
+
+
+class AdamRule(AdamLike):
     """Betas, amsgrad, weight decay λ in the direction or decoupled, maximize; any schedule.
 
     With `d = ±g + λ W` (decoupled: `d = ±g`, `W ← (1 - η λ) W`) at the optimizer's step t:
@@ -29,27 +71,11 @@ class AdamRule(StateRule):
     """
 
     name = "adam"
-    fields = (
-        "lr",
-        "beta1",
-        "beta2",
-        "eps",
-        "weight_decay",
-        "decoupled_weight_decay",
-        "amsgrad",
-        "maximize",
-        "capturable",
-        "double",
-    )
-    buffer = "exp_avg"
-    state = ("step", "exp_avg_sq", "max_exp_avg_sq")
-    optimizer: ClassVar[str] = "Adam"
+    optimizer = "Adam"
+    fields = adam_fields("amsgrad")
+    state = (*AdamLike.state, "max_exp_avg_sq")
     decoupled: ClassVar[bool] = False
     """What weight decay is in versions of torch whose groups do not say."""
-
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's own class."""
-        return is_plain(optimizer, self.optimizer)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, `betas` as two; `differentiable` counts as `capturable` does."""
@@ -57,21 +83,14 @@ class AdamRule(StateRule):
         tensors = options["capturable"] or options["differentiable"]
         return super().hyper({**options, "capturable": tensors and not options["fused"]})
 
-    def transition(
-        self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
-        """The step, and `v` after it."""
-        descent, step = Descent.of(hyper), count(state)
-        beta1, beta2 = hyper["beta1"], hyper["beta2"]
-        d = descent.direction(W, gradient)
-        v = beta2 * state.get("exp_avg_sq", torch.zeros_like(d)) + (1 - beta2) * d**2
-        after = {**state, "step": kept(step), "exp_avg_sq": v}
+    def along(self, hyper: Hyper, step: float, state: State) -> Pair:
+        """`η / (1 - β1^t) P` along `b`."""
+        v = state["exp_avg_sq"]
         if hyper["amsgrad"]:
-            v = torch.maximum(v, state.get("max_exp_avg_sq", v))
-            after["max_exp_avg_sq"] = v
-        first, second = (float(1 - beta ** clock(step, hyper)) for beta in (beta1, beta2))
-        far = hyper["lr"] / first / ((v / second).sqrt() + hyper["eps"])
-        return descent.transition(along_b=far, keep=beta1, take=1 - beta1), after
+            v = state["max_exp_avg_sq"] = torch.maximum(v, state.get("max_exp_avg_sq", v))
+        t = clock(step, hyper)
+        first, second = (float(1 - hyper[beta] ** t) for beta in ("beta1", "beta2"))
+        return hyper["lr"] / first / ((v / second).sqrt() + hyper["eps"]), 0.0
 
 
 class AdamWRule(AdamRule):

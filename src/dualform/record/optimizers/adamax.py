@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import clock, count, flat, kept
 from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
 
@@ -28,13 +27,10 @@ class AdamaxRule(StateRule):
     """
 
     name = "adamax"
+    optimizer = "Adamax"
     fields = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "capturable", "double")
     buffer = "exp_avg"
     state = ("step", "exp_inf")
-
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's own class."""
-        return is_plain(optimizer, "Adamax")
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, `betas` as two."""

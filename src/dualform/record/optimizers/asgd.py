@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import count, flat, kept, rounded
 from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
 
@@ -28,12 +27,9 @@ class ASGDRule(StateRule):
     """
 
     name = "asgd"
+    optimizer = "ASGD"
     fields = ("lr", "lambd", "alpha", "weight_decay", "maximize", "double")
     state = ("step", "eta")
-
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's own class."""
-        return is_plain(optimizer, "ASGD")
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, and whether torch keeps `h` in float64."""

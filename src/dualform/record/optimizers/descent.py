@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from dualform.record.optimizers.operators import Operator, plus, times
 from dualform.record.optimizers.rule import Hyper, Transition
@@ -18,6 +16,7 @@ class Descent:
 
     Coupled weight decay λ is part of the direction; decoupled, it is in `kept = 1 - η λ`.
 
+    >>> import torch
     >>> uphill = Descent.of({"lr": 0.1, "weight_decay": 0.5, "maximize": 1.0})
     >>> uphill.direction(torch.ones(2), torch.tensor([1.0, 2.0]))
     tensor([-0.5000, -1.5000])
@@ -56,28 +55,3 @@ class Descent:
         return Transition(
             ((kept, back), (took, keep)), (times(far, -self.sign), times(take, self.sign))
         )
-
-
-def is_plain(optimizer: Optimizer, name: str) -> bool:
-    """Whether it is torch's optimizer of this name and no other, with real parameters only.
-
-    A subclass may do anything; what torch does to complex parameters treats their two parts
-    as two numbers, which no coefficient of the whole can say.
-
-    >>> is_plain(torch.optim.Adam([torch.zeros(1)]), "Adam")
-    True
-    >>> is_plain(torch.optim.AdamW([torch.zeros(1)]), "Adam")
-    False
-    """
-    kind = getattr(torch.optim, name, None)  # older versions of torch lack some
-    return type(optimizer) is kind and has_real_parameters(optimizer)
-
-
-def has_real_parameters(optimizer: Optimizer) -> bool:
-    """Whether none of its parameters is complex.
-
-    >>> has_real_parameters(torch.optim.Adam([torch.zeros(1, dtype=torch.complex64)]))
-    False
-    """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return not any(p.is_complex() for p in parameters)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import has_real_parameters
 from dualform.record.optimizers.options import flat, kept
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition, has_real_parameters
 
 KNOWN = ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")
 """Where the classes named Lion live that do exactly this; they are never imported here."""

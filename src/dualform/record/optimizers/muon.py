@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.operators import Sided
 from dualform.record.optimizers.options import flat
 from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
@@ -39,6 +38,7 @@ class MuonRule(StateRule):
     """
 
     name = "muon"
+    optimizer = "Muon"
     fields = (
         "lr",
         "weight_decay",
@@ -52,10 +52,6 @@ class MuonRule(StateRule):
         "adjustment",
     )
     buffer = "momentum_buffer"
-
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's own class."""
-        return is_plain(optimizer, "Muon")
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, the polynomial's coefficients by power, the adjustment a number."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
 
 
@@ -25,13 +24,10 @@ class RMSpropRule(StateRule):
     """
 
     name = "rmsprop"
+    optimizer = "RMSprop"
     fields = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
     buffer = "momentum_buffer"
     state = ("square_avg", "grad_avg")
-
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's own class."""
-        return is_plain(optimizer, "RMSprop")
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor

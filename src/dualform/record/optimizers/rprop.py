@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from dualform.record.optimizers.descent import Descent, is_plain
+from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import flat
 from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
 
@@ -29,12 +28,9 @@ class RpropRule(StateRule):
     """
 
     name = "rprop"
+    optimizer = "Rprop"
     fields = ("lr", "shrink", "grow", "shortest", "longest", "maximize")
     state = ("prev", "step_size")
-
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's own class."""
-        return is_plain(optimizer, "Rprop")
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, `etas` and `step_sizes` as two each."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
@@ -65,14 +66,41 @@ STILL = Transition(((1.0, 0.0), (0.0, 1.0)), (0.0, 0.0))
 SEEN = Transition(((1.0, 0.0), (0.0, 1.0)), (1.0, 0.0))
 
 
+def is_plain(optimizer: Optimizer, name: str) -> bool:
+    """Whether it is torch's optimizer of this name and no other, with real parameters only.
+
+    A subclass may do anything; what torch does to complex parameters treats their two parts
+    as two numbers, which no coefficient of the whole can say.
+
+    >>> is_plain(torch.optim.Adam([torch.zeros(1)]), "Adam")
+    True
+    >>> is_plain(torch.optim.AdamW([torch.zeros(1)]), "Adam")
+    False
+    """
+    kind = getattr(torch.optim, name, None)  # older versions of torch lack some
+    return type(optimizer) is kind and has_real_parameters(optimizer)
+
+
+def has_real_parameters(optimizer: Optimizer) -> bool:
+    """Whether none of its parameters is complex.
+
+    >>> has_real_parameters(torch.optim.Adam([torch.zeros(1, dtype=torch.complex64)]))
+    False
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return not any(p.is_complex() for p in parameters)
+
+
 class Rule(ABC):
     """An optimizer whose step is linear in the gradient, given what it remembers.
 
-    A new rule names its optimizer, its fields and its buffer, and writes two methods: `accepts`
-    and `transition`, the latter as `ScalarRule` or `StateRule` asks for it.
+    A new rule names its fields and its buffer, and writes two methods: `accepts` (unless it names
+    an optimizer of torch) and `transition`, as `ScalarRule` or `StateRule` asks for it.
     """
 
     name: ClassVar[str]
+    optimizer: ClassVar[str] = ""
+    """The class in torch.optim that it describes."""
     fields: ClassVar[tuple[str, ...]]
     """The hyper-parameters of a step; those of the optimizer's groups unless `hyper` says more."""
     buffer: ClassVar[str] = ""
@@ -80,9 +108,9 @@ class Rule(ABC):
     state: ClassVar[tuple[str, ...]] = ()
     """What else of the optimizer's memory its coefficients depend on."""
 
-    @abstractmethod
     def accepts(self, optimizer: Optimizer) -> bool:
         """Whether the rule describes this optimizer exactly."""
+        return is_plain(optimizer, self.optimizer)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The hyper-parameters of a parameter group, as they are now."""
