@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from pathlib import Path
 
@@ -135,6 +136,36 @@ def test_images_of_another_size(tmp_path: Path) -> None:
     assert len(spotlight["0"].names) == 4
     assert spotlight.last.layer == "3"
     assert abs(spotlight["0"].check.remainder).max() < 1e-6
+
+
+class TwoWays(nn.Module):
+    """One product written in two ways, for a sample and for its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.w).square().sum(1) + F.linear(x.mean(1), self.w.T)
+
+
+def test_the_same_use_in_two_ways_is_one_stream(tmp_path: Path) -> None:
+    """Rows of both calls belong to their samples, also where one has more positions."""
+    model, x = TwoWays().double(), torch.randn(5, 2, 4).double()
+    twin = copy.deepcopy(model)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    with dualform.record(model, sgd, tmp_path / "run"):
+        model(x).square().sum().backward()
+        sgd.step()
+    run = dualform.open(tmp_path / "run")
+    assert run.layers == ["w"]
+    assert [book.rows for book in run.audit().books] == [5 * 2 + 5]
+    twin(x[3:4]).square().sum().backward()
+    share = run.forget([3])["w"] - run.state_dict()["w"]
+    torch.testing.assert_close(share, twin.w.grad, rtol=1e-12, atol=1e-12)
+    spotlight = run.spotlight(model, x[:1])
+    assert spotlight["w"].queries.names == ["0[0] (call 1)", "0[1] (call 1)", "0 (call 2)"]
+    assert abs(spotlight["w"].check.remainder).max() < 1e-12
 
 
 class Chunks(nn.Module):

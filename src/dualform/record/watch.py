@@ -89,7 +89,11 @@ class Ports:
                 return None
         keys = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
         values = tuple(rows.values.shape[rows.values.ndim - site.value_dims :])
-        stream = self._named(site, Stream(stream_name(site.label), keys, values, dict(site.layout)))
+        stream = Stream(stream_name(site.label), keys, values, dict(site.layout))
+        for port in self.all:  # the same use by another call, such as x @ W after linear(x, W.T)
+            if port.site == site and port.stream == replace(stream, name=port.stream.name):
+                return port
+        stream = self._named(site, stream)
         self._taken.add(stream.name)
         self.all.append(Port(site, stream, self.pool, order))
         return self.all[-1]
