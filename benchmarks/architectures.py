@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tests.architectures.models import LanguageModel, Residual, ViT, gpt2
 from torch import Tensor, nn
 
 import dualform
@@ -38,22 +39,6 @@ def mlp() -> nn.Module:
     )
 
 
-class Residual(nn.Module):
-    """Two normalized convolutions and a way around them."""
-
-    def __init__(self, width: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width, out, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm1, self.norm2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out)
-        around = (nn.Conv2d(width, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-        self.around = nn.Sequential(*around) if stride > 1 else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.around(x))
-
-
 class ResNet(nn.Module):
     """A stem, three residual blocks of 16, 32 and 64 channels, and a head on their mean."""
 
@@ -67,51 +52,23 @@ class ResNet(nn.Module):
         return self.head(self.blocks(F.relu(self.stem(x))).mean((2, 3)))
 
 
-class ViT(nn.Module):
-    """Patches of 4 × 4, a class token, positions, and four encoder layers of width 64."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, 64, 4, stride=4)
-        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, 64)), _normal(1, 65, 64)
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
-        return self.head(self.norm(self.encoder(x))[:, 0])
-
-
-class LanguageModel(nn.Module):
-    """1,000 words, a recurrent layer of 256, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(1000, 128), nn.Linear(256, 1000)
-        self.lstm = nn.LSTM(128, 256, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embed(x))[0])
-
-
 class GPT2(nn.Module):
     """GPT-2 as transformers has it: 4 layers of 256, 1,000 words, a tied head."""
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        sizes = {"vocab_size": 1000, "n_positions": 64, "n_embd": 256, "n_layer": 4, "n_head": 4}
-        self.model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+        self.model = gpt2(1000, places=64, width=256, layers=4, heads=4, spread=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(input_ids=x).logits
 
 
-def _normal(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape) * 0.02)
+def vit() -> nn.Module:
+    return ViT(width=64, heads=4, layers=4, places=65, classes=10, spread=0.02)
+
+
+def lstm() -> nn.Module:
+    return LanguageModel(dropout=0.0, words=1000, sizes=(128, 256), layers=1)
 
 
 @dataclass(frozen=True)
@@ -146,8 +103,8 @@ class Workload:
 WORKLOADS = {
     "MLP 784-800-800-10": Workload(mlp, (784,), 64, 32),
     "ResNet, 9 convolutions": Workload(ResNet, (3, 32, 32), 32, 8),
-    "ViT, 4 layers × 64": Workload(ViT, (3, 32, 32), 16, 8),
-    "LSTM, 256": Workload(LanguageModel, (32,), 16, 12, words=1000),
+    "ViT, 4 layers × 64": Workload(vit, (3, 32, 32), 16, 8),
+    "LSTM, 256": Workload(lstm, (32,), 16, 12, words=1000),
     "GPT-2, 4 layers × 256": Workload(GPT2, (32,), 8, 6, words=1000),
 }
 
