@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-long check format bench clean
+.PHONY: demo test test-long check format bench peers clean
 
 demo: $(STAMP)
 	$(BIN)/dualform demo
@@ -27,6 +27,13 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
+# An environment of its own, in .peers: ours and the libraries it is compared with.
+peers:
+	$(PYTHON) -m venv .peers
+	.peers/bin/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	.peers/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
+		--requirement benchmarks/attribution/requirements.txt
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
@@ -34,4 +41,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

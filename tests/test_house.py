@@ -13,7 +13,7 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-EVERYTHING = {"memory", "ledger", "record", "read", "explore", "testing", "demo", "cli"}
+EVERYTHING = {"memory", "ledger", "record", "read", "explore", "evaluate", "testing", "demo", "cli"}
 MAY_IMPORT = {
     "errors": set(),
     "memory": set(),
@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "read": {"memory", "ledger", "record.layers", "record.optimizers"},
     "integrations": {"record"},
     "explore": {"read", "ledger"},
+    "evaluate": {"read"},
     "testing": {"ledger", "record", "read"},
     "demo": EVERYTHING,
     "cli": EVERYTHING,
@@ -78,7 +79,7 @@ def test_no_import_cycles() -> None:
 def public_names() -> list[tuple[str, object]]:
     """What the front door and the parts' own front doors offer."""
     parts = ["", ".errors", ".memory", ".ledger", ".record", ".read", ".explore", ".testing"]
-    parts += [".integrations"]
+    parts += [".integrations", ".evaluate"]
     found: dict[int, tuple[str, object]] = {}
     for part in parts:
         module = importlib.import_module(f"dualform{part}")

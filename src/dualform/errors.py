@@ -10,11 +10,13 @@
     ├── RecordingError (RuntimeError)  the training loop cannot be booked
     │   ├── SampleIdsError (ValueError)   ids that do not fit the batch
     │   └── NonFiniteError           NaN or infinity reached a gradient
-    └── ReadingError (ValueError)    a question the run cannot answer
-        ├── UnknownLayerError (KeyError)  no such layer or book
-        ├── UnknownStepError         no such step
-        ├── UnknownSampleError (KeyError) no such sample
-        └── ModelMismatchError       the model is not the one that was recorded
+    ├── ReadingError (ValueError)    a question the run cannot answer
+    │   ├── UnknownLayerError (KeyError)  no such layer or book
+    │   ├── UnknownStepError         no such step
+    │   ├── UnknownSampleError (KeyError) no such sample
+    │   └── ModelMismatchError       the model is not the one that was recorded
+    └── EvaluationError (ValueError)   scores and ground truth that do not go together
+        └── RetrainingError (RuntimeError) a training in a worker process failed
 
 Each is also the builtin named in parentheses, so `except OSError` keeps working.
 
@@ -107,3 +109,11 @@ class UnknownSampleError(ReadingError, KeyError):
 
 class ModelMismatchError(ReadingError):
     """The model is not the one this run recorded."""
+
+
+class EvaluationError(DualformError, ValueError):
+    """What was given cannot be evaluated: it does not go together, or not with the folder."""
+
+
+class RetrainingError(EvaluationError, RuntimeError):
+    """A training of a ground truth failed."""

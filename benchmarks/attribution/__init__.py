@@ -1,0 +1,1 @@
+"""Data attribution against its peers: `python -m benchmarks.attribution`."""

@@ -1,0 +1,95 @@
+"""One method in a process of its own: its scores, its seconds, and its peak of memory.
+
+`python -m benchmarks.attribution.method TASK METHOD SCORES.npy` prints the last two as JSON. Time
+and memory of loading data, model and libraries are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.attribution import ours
+from benchmarks.attribution.peers import PEERS, peer
+from benchmarks.attribution.tasks import TASKS
+from benchmarks.attribution.trained import Trained
+
+METHODS = (*ours.OURS, *PEERS)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call took."""
+
+    seconds: float
+    megabytes: float
+
+
+def measured(
+    task: str, method: str, runs: Path, threads: int, settings: dict[str, Any] | None = None
+) -> tuple[NDArray[np.float64], Cost]:
+    """Runs the method in a new process."""
+    with tempfile.TemporaryDirectory() as work:
+        path = Path(work) / "scores.npy"
+        command = [sys.executable, "-m", __name__, task, method, str(path), "--runs", str(runs)]
+        command += ["--threads", str(threads)]
+        command += ["--settings", json.dumps(settings)] if settings else []
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{method} on {task} failed:\n{done.stderr}")
+        return np.load(path), Cost(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def run(trained: Trained, method: str, settings: dict[str, Any] | None) -> NDArray[np.float64]:
+    """Scores of one of ours, or of a peer at the given settings, else those chosen for the task."""
+    if method in ours.OURS:
+        return ours.scores(trained, method)
+    module = peer(method)
+    with tempfile.TemporaryDirectory() as work:
+        return module.scores(trained, Path(work), **(settings or module.BEST[trained.task.name]))
+
+
+def resident() -> float:
+    """Megabytes that this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("method", choices=METHODS)
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--settings", type=json.loads, help="as JSON, of a peer")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(options.threads)
+    trained = Trained.of(TASKS[options.task], options.runs)
+    trained.task.measure(trained.model())
+    if options.method in PEERS:
+        peer(options.method)
+    before, began = resident(), time.perf_counter()
+    found = run(trained, options.method, options.settings)
+    seconds = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    np.save(options.path, found)
+    print(json.dumps({"seconds": seconds, "megabytes": peak - before}))
+
+
+if __name__ == "__main__":
+    main()

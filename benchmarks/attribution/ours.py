@@ -1,0 +1,26 @@
+"""Our methods, through the public API and from the recorded run alone."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+import dualform
+from benchmarks.attribution.trained import Trained
+
+OURS = ("ridge", "accounting", "tracin", "fisher", "ekfac", "explain")
+
+
+def scores(trained: Trained, method: str) -> NDArray[np.float64]:
+    """(samples, queries) in the order of the samples."""
+    run, (x, y) = dualform.open(trained.ledger), trained.task.queries()
+
+    def output(out: Tensor, label: Tensor) -> Tensor:
+        return trained.task.output(out, label).sum()
+
+    if method == "explain":
+        found = run.explain(trained.model(), x, (output, y))
+    else:
+        found = run.influence(trained.model(), x, (output, y), method=method)
+    return found.values[np.argsort(np.array(found.ids))]
