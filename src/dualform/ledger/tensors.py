@@ -198,6 +198,13 @@ class MappedFile:
         flat = torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=offset)
         return flat.view(shape)
 
+    def take(self, name: str, places: Tensor) -> Tensor:
+        """Some rows of an array, in memory of their own; the file's is let go."""
+        count = self._entries[name].shape[0]
+        taken = self.rows(name, 0, count)[places]
+        self.let_go(name, 0, count)
+        return taken
+
     def let_go(self, name: str, start: int, stop: int) -> None:
         """Frees the memory of rows that were used."""
         if not hasattr(mmap, "MADV_DONTNEED"):

@@ -56,7 +56,8 @@ def ask(
     hooks = [*shared_labels(model, find), *packing_order(model, find)]
     try:
         with torch.no_grad(), Watching(find, kinds(), uses.append):
-            _call(model.eval(), x)  # asking must neither be random nor change the model
+            args, kwargs = arguments(x)
+            model.eval()(*args, **kwargs)  # asking must neither be random nor change the model
     finally:
         for hook in hooks:
             hook.remove()
@@ -111,10 +112,15 @@ def _records(rows: Rows, stream: Stream, samples: int, usual: int) -> tuple[int,
     return samples, sample_major(keys[None], samples, axis, dims)
 
 
-def _call(model: nn.Module, x: Any) -> Any:
+def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model is called with: a tuple of arguments, a mapping of keywords, or one argument.
+
+    >>> arguments((1, 2)), arguments({"x": 1}), arguments(1)
+    (((1, 2), {}), ((), {'x': 1}), ((1,), {}))
+    """
     if isinstance(x, Mapping):
-        return model(**x)
-    return model(*x) if isinstance(x, tuple) else model(x)
+        return (), dict(x)
+    return (x if isinstance(x, tuple) else (x,)), {}
 
 
 def _queries(

@@ -22,9 +22,12 @@ from dualform.ledger.samples import SampleId, decode_ids
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import Source
+from dualform.read.explain import Explanation, make_explanation
+from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
 from dualform.read.shown import Shown, framed
 from dualform.read.spotlight import Spotlight
+from dualform.read.targets import Target
 from dualform.read.timeline import Timeline
 from dualform.read.weights import reconstruct, row_parts
 
@@ -171,6 +174,51 @@ class Run(Shown):
         asked = ask(model, x, self._ledger, self._weights)
         return Spotlight(asked, output, self._source)
 
+    def explain(
+        self, model: nn.Module, x: Any, target: Target = None, tolerance: float = 1e-3
+    ) -> Explanation:
+        """The whole network's output as exact contributions of the training samples: an account.
+
+        The parts add up to the output of the trained model. They say what training did, not what
+        it would have done without a sample; `influence` estimates that.
+
+        Args:
+            x: the queries, one for each element of the batch: a tensor, a tuple of arguments or a
+                mapping of keyword arguments.
+            target: the number that is asked about. A class for all queries, or one for each (by
+                default the class with most output); a function of one query's output, whose batch
+                has one element; or a pair of a loss and labels, called as `loss(output, label)`.
+            tolerance: how much of the output's change the integration may miss.
+        """
+        check_model(model, self._weights, self._ledger, self.steps)
+        return make_explanation(model, x, target, self._source, tolerance)
+
+    def influence(
+        self,
+        model: nn.Module,
+        x: Any,
+        target: Target = None,
+        method: str = "ridge",
+        damping: float | None = None,
+        rank: int | None = None,
+    ) -> Influence:
+        """Estimates how much the target would fall if each sample were left out of training.
+
+        It answers "what if", where `explain` answers "what was": a sample that others could have
+        stood in for has a large account and little influence.
+
+        Args:
+            x, target: as in `explain`.
+            method: "ridge", the samples' contributions solved against each other. For comparison
+                from the same ledger: "accounting" (not solved), "tracin" (learning rates only),
+                "fisher" and "ekfac" (influence functions from each sample's last gradient).
+            damping: λ, in units of the mean diagonal of what is inverted; 3 for "ridge".
+            rank: how many leading directions of the contributions are kept. All of them up to
+                4,096 samples, 512 beyond that. As many as samples: exact.
+        """
+        check_model(model, self._weights, self._ledger, self.steps)
+        return self._influencer(model, x, target, method, damping, rank)
+
     def revisit(self, ids: Sequence[SampleId], output: Outputs = None) -> Spotlight:
         """Like `spotlight`, for training samples as each layer last saw them; needs no model."""
         found = last_seen(self._ledger, self._numbers(ids), list(ids), self._weights, self.steps)
@@ -267,6 +315,10 @@ class Run(Shown):
                     f"such as {', '.join(map(repr, names[:3]))}."
                 )
         return numbers[torch.tensor([position[name] for name in given], dtype=torch.long)]
+
+    @cached_property
+    def _influencer(self) -> Influencer:
+        return Influencer(self._source)
 
     @cached_property
     def _source(self) -> Source:

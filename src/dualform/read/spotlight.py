@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Group
 from rich.table import Table
@@ -25,7 +24,7 @@ from dualform.read.queries import LayerQueries, Outputs, directions
 from dualform.read.scan import Chunk, Scan
 from dualform.read.scores import Array, Check, Groups, Ranked, Ranking, Scores
 from dualform.read.shown import Shown, framed, signed
-from dualform.read.timeline import Timeline, epochs
+from dualform.read.timeline import Timeline, make_timeline
 from dualform.read.weights import initial_part, step_part
 
 
@@ -118,15 +117,7 @@ class Reading(Shown):
 
     def timeline(self, by: str = "step") -> Timeline:
         """Contributions summed by "step" or by "epoch"."""
-        steps = self._sums[1][1:]
-        numbers = np.arange(1, len(steps) + 1)
-        if by not in ("step", "epoch"):
-            raise ReadingError(f"timeline by {by!r}: there are 'step' and 'epoch'.")
-        if by == "epoch":
-            numbers = epochs(self.source.ledger, self.source.until)[1:]
-        sums = np.zeros((int(numbers.max(initial=0)), steps.shape[1]))
-        np.add.at(sums, numbers - 1, steps)
-        return Timeline(by, np.arange(1, len(sums) + 1), sums, self.names, self.check)
+        return make_timeline(self.source.ledger, self._sums[1][1:], by, self.names, self.check)
 
     def keys_only(self) -> Scores:
         """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""

@@ -13,6 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
+from dualform.errors import ReadingError
 from dualform.ledger import Ledger
 from dualform.read.scan import batch_samples
 from dualform.read.scores import Array, Check
@@ -76,6 +77,20 @@ class Timeline(Shown):
             table.add_row(str(self.at[at]), *(signed(v) for v in self.values[at, :6]))
         note = f"{len(shown)} of {len(self.at):,} shown" if len(shown) < len(self.at) else ""
         return framed(f"contributions by {self.unit}", table, note)
+
+
+def make_timeline(
+    ledger: Ledger, steps: Array, by: str, queries: Sequence[str], check: Check | None
+) -> Timeline:
+    """Contributions (steps, queries), the first step's first, summed by "step" or "epoch"."""
+    if by not in ("step", "epoch"):
+        raise ReadingError(f"timeline by {by!r}: there are 'step' and 'epoch'.")
+    numbers = np.arange(1, len(steps) + 1)
+    if by == "epoch":
+        numbers = epochs(ledger, len(steps))[1:]
+    sums = np.zeros((int(numbers.max(initial=0)), steps.shape[1]))
+    np.add.at(sums, numbers - 1, steps)
+    return Timeline(by, np.arange(1, len(sums) + 1), sums, queries, check)
 
 
 def epochs(ledger: Ledger, until: int) -> NDArray[np.int64]:

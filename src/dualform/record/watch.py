@@ -31,6 +31,7 @@ from dualform.record.layers import (
     shared_labels,
     stream_name,
     usual_axis,
+    when_errors_come,
 )
 from dualform.record.tape import Batch, Page, Pool, Tape
 
@@ -282,17 +283,10 @@ class Watch:
 
     def _take(self, use: Seen) -> None:
         outputs = use.outputs
-        nodes = [node for out in outputs if (node := out.grad_fn) is not None]
-        if not nodes:
-            return
-        batch = self._named_batch() if self._named else self._batch or self._new_batch(None)
-        batch.shapes.append(outputs[0].shape)
-        use.let_go()
-        backward = self._backward(use, batch)
-        if len(outputs) == 1:
-            nodes[0].register_prehook(backward)
-        else:
-            torch.autograd.graph.register_multi_grad_hook(outputs, backward)
+        if any(out.grad_fn is not None for out in outputs):
+            batch = self._named_batch() if self._named else self._batch or self._new_batch(None)
+            batch.shapes.append(outputs[0].shape)
+            when_errors_come(use, self._backward(use, batch))
 
     def _backward(self, use: Seen, batch: Batch) -> Callable[[Sequence[Tensor | None]], None]:
         self._calls += 1

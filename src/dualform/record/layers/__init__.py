@@ -29,6 +29,7 @@ from dualform.record.layers.watching import (
     shared_labels,
     stream_name,
     usual_axis,
+    when_errors_come,
 )
 
 KINDS: tuple[LayerKind, ...] = (
@@ -83,4 +84,5 @@ __all__ = [
     "shared_labels",
     "stream_name",
     "usual_axis",
+    "when_errors_come",
 ]

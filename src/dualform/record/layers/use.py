@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from dualform.ledger import Term
 
@@ -132,7 +132,7 @@ class Finder:
     Those that are not trained count only where `frozen` says so.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], frozen: bool = False) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], frozen: bool = False) -> None:
         self._frozen = frozen
         self._names = {id(p): (name, p) for name, p in parameters.items()}
         self._sites: dict[Hashable, Site | None] = {}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
@@ -44,6 +45,21 @@ class Watching(TorchFunctionMode):
                 return func(*args, **kwargs)
         finally:
             self._find.axis = before
+
+
+def when_errors_come(use: Seen, action: Callable[[Sequence[Tensor | None]], None]) -> None:
+    """Hangs an action on the graph, for when the errors of a use are known.
+
+    The hook is on the node, not on the tensor, which may yet be changed in place.
+    """
+    outputs = use.outputs
+    nodes = [node for out in outputs if (node := out.grad_fn) is not None]
+    use.let_go()
+    if len(outputs) == 1:
+        for node in nodes:
+            node.register_prehook(action)
+    elif nodes:
+        torch.autograd.graph.register_multi_grad_hook(outputs, action)
 
 
 def shared_labels(model: nn.Module, find: Finder) -> list[RemovableHandle]:

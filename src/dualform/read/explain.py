@@ -1,0 +1,261 @@
+"""The whole-network read: a prediction as a complete account over the training samples.
+
+`f(W_T) = f(W_0) + ⟨Ḡ, W_T − W_0⟩`, and `W_T − W_0` is a sum over rows: so each row's score is
+`⟨Ḡ, H (a ⊗ b)⟩`, over all parameters, and all of them add up to the change of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Group
+from rich.text import Text
+from torch import Tensor, nn
+
+from dualform.errors import ReadingError
+from dualform.ledger import Book
+from dualform.ledger.samples import SampleId
+from dualform.read.contributions import Source
+from dualform.read.grouped import Grouping, Records
+from dualform.read.matrix import Contributions
+from dualform.read.path import LineGradients, along_line
+from dualform.read.scores import Array, Check, Scores
+from dualform.read.targets import Asked, Target
+from dualform.read.timeline import Timeline, make_timeline
+from dualform.read.weights import initial_part, step_part
+
+QUERY_BYTES = 512 << 20
+"""How large the averaged gradients of the queries may be that share a scan."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What some queries ask of every parameter: their averaged gradients, and where from."""
+
+    directions: Mapping[str, Tensor]
+    """(queries, *shape) for each book."""
+    source: Source
+
+    def sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> dict[str, Array]:
+        """(groups, queries) for each book: what the rows of each group contributed."""
+        matrix = Contributions(self.source.accounting, grouping, books)
+        found = matrix.times(self.directions)
+        return {name: part.numpy() for name, part in found.items()}
+
+    def applied(self, part: Callable[[Book], Tensor]) -> Array:
+        """(queries,): the share of a part of each parameter, summed."""
+        shares = [
+            self.directions[b.name].double().flatten(1).cpu() @ part(b).double().flatten()
+            for b in self.source.ledger.info.books
+        ]
+        total: Array = torch.stack(shares).sum(0).numpy()
+        return total
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation(Scores):
+    """A target as the sum of what every training sample contributed to it, through all layers.
+
+    It accounts for what training did; it does not say what training without a sample would have
+    done (see `run.influence`).
+
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> explanation = run.explain(model, x[:2], target=1)
+    >>> explanation.values.shape, bool(explanation.completeness.max() < 1e-3)
+    ((8, 2), True)
+    >>> parts = explanation.initial + explanation.values.sum(0) + explanation.remainder
+    >>> bool(abs(parts - explanation.total).max() < 1e-6)
+    True
+    >>> explanation.by_layer.ids
+    ['0', '2']
+    """
+
+    completeness: Array = field(default_factory=lambda: np.zeros(0))
+    """(queries,): how much of the change of the target the integration missed, relative to it."""
+    books: Mapping[str, Array] = field(default_factory=dict)
+    """(queries,) for each book: its rows' share."""
+    questions: Sequence[Questions] = ()
+
+    @property
+    def initial(self) -> Array:
+        """(queries,): the target before training, and what became of the first weights."""
+        return self._parts.initial
+
+    @property
+    def remainder(self) -> Array:
+        """(queries,): what rounding and the integration left unexplained."""
+        return self._parts.remainder
+
+    @property
+    def total(self) -> Array:
+        """(queries,): the target, as the trained model gives it."""
+        return self._parts.total
+
+    @property
+    def by_layer(self) -> Scores:
+        """What each layer's parameters contributed: layers × queries."""
+        shares: dict[str, Array] = {}
+        for name, share in self.books.items():
+            layer = _layer(name)
+            shares[layer] = shares[layer] + share if layer in shares else share
+        values = np.stack(list(shares.values()))
+        return Scores(list(shares), values, self.queries, self.check, {}, "contributions by layer")
+
+    @cached_property
+    def by_step(self) -> Timeline:
+        """What each step of training contributed; scanned when first asked."""
+        return self.timeline("step")
+
+    def timeline(self, by: str = "step") -> Timeline:
+        """Contributions summed by "step" or by "epoch"."""
+        until = self._source.until
+        sums = [sum(q.sums(Grouping.by_step(until)).values()) for q in self.questions]
+        steps = np.concatenate([np.asarray(s) for s in sums], axis=1)[1:]
+        return make_timeline(self._source.ledger, steps, by, self.queries, self.check)
+
+    def layer(self, name: str) -> Scores:
+        """The samples' contributions through one layer's parameters only."""
+        books = self._books_of(name)
+        grouping = Grouping.by_sample(self._source.numbers)
+        values = self._sums(grouping, books)
+        return Scores(self.ids, values, self.queries, None, self.labels, f"contributions of {name}")
+
+    def positions(self, name: str) -> Scores:
+        """Contributions through one layer by sample and position: tokens, patches, time steps."""
+        books, source = self._books_of(name), self._source
+        streams = {s: source.ledger.info.stream(s) for book in books for s in book.terms}
+        records = [Records(source.ledger, stream, source.until) for stream in streams.values()]
+        most = max(int(r.positions.max()) * r.each + r.each for r in records if len(r))
+        values = self._sums(Grouping.by_position(source.numbers, most), books)
+        ids: list[SampleId] = [f"{sample}[{at}]" for sample in self.ids for at in range(most)]
+        own = [self.labels.get(sample) for sample in self.ids for _ in range(most)]
+        labels = {name: label for name, label in zip(ids, own, strict=True) if label is not None}
+        return Scores(ids, values, self.queries, None, labels, f"contributions of {name}")
+
+    def __rich__(self) -> Group:
+        worst, median = self.completeness.max(), np.median(self.completeness)
+        note = f"integration missed {median:.2%} of the change (median; at most {worst:.2%})"
+        return Group(super().__rich__(), Text(note, style="dim"))
+
+    @property
+    def _parts(self) -> Check:
+        assert self.check is not None
+        return self.check
+
+    @property
+    def _source(self) -> Source:
+        return self.questions[0].source
+
+    def _books_of(self, layer: str) -> list[Book]:
+        known = self._source.ledger.info.books
+        books = [book for book in known if book.terms and _layer(book.name) == layer]
+        if not books:
+            names = ", ".join(f"'{n}'" for n in dict.fromkeys(_layer(b.name) for b in known))
+            raise ReadingError(f"layer '{layer}' is not in this run by row; it has {names}.")
+        return books
+
+    def _sums(self, grouping: Grouping, books: Sequence[Book]) -> Array:
+        parts = [sum(q.sums(grouping, books).values()) for q in self.questions]
+        return np.concatenate([np.asarray(part) for part in parts], axis=1)
+
+
+def _layer(book: str) -> str:
+    """The layer a parameter belongs to: its module, or the parameter itself."""
+    return book.rpartition(".")[0] or book
+
+
+def make_explanation(
+    model: nn.Module, x: Any, target: Target, source: Source, tolerance: float
+) -> Explanation:
+    """Asks for averaged gradients, then for what the rows say to them; batch by batch."""
+    if not 0 < tolerance < 1:
+        raise ReadingError(f"tolerance={tolerance}: give a share between 0 and 1, such as 1e-3.")
+    asked = Asked(model, x, target)
+    first, last = ends(model, source)
+    parts = [
+        _explained(asked, first, last, batch, source, tolerance)
+        for batch in query_batches(asked, source)
+    ]
+    return _joined(parts, asked)
+
+
+def query_batches(asked: Asked, source: Source) -> list[range]:
+    """The queries in parts that share a scan: so many that their gradients fit into memory."""
+    size = sum(4 * book.size for book in source.ledger.info.books)
+    each = max(1, QUERY_BYTES // max(1, size))
+    return [range(asked.count)[at : at + each] for at in range(0, asked.count, each)]
+
+
+def ends(model: nn.Module, source: Source) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The recorded parameters before training and at the step that is read, where the model is."""
+    given = dict(model.named_parameters())
+    initial = source.ledger.weights(0)
+    names = [book.name for book in source.ledger.info.books]
+    first, last = (
+        {n: weights[n].to(given[n].device, given[n].dtype) for n in names}
+        for weights in (initial, source.weights)
+    )
+    return first, last
+
+
+def _explained(
+    asked: Asked,
+    first: dict[str, Tensor],
+    last: dict[str, Tensor],
+    batch: Sequence[int],
+    source: Source,
+    tolerance: float,
+) -> Explanation:
+    line = along_line(asked, first, last, batch, tolerance)
+    questions = Questions(line.directions, source)
+    sums = questions.sums(Grouping.by_sample(source.numbers))
+    none = np.zeros((len(source.ids), len(batch)))
+    values = none + sum(sums.values())
+    shares = {name: part.sum(0) for name, part in sums.items()}
+    names = [asked.names[query] for query in batch]
+    return Explanation(
+        source.ids,
+        values,
+        names,
+        _check(questions, line, values),
+        source.labels,
+        "contributions to the output",
+        line.completeness.numpy(),
+        shares,
+        [questions],
+    )
+
+
+def _check(questions: Questions, line: LineGradients, values: Array) -> Check:
+    source = questions.source
+    kept = source.ledger.weights(0)
+    faded = questions.applied(
+        lambda book: initial_part(source.accounting, book) - kept[book.name].double()
+    )
+    initial = line.initial.numpy() + faded
+    steps = questions.applied(lambda book: step_part(source.accounting, book))
+    evidence, total = values.sum(0), line.final.numpy()
+    return Check(initial, evidence, steps, total - initial - steps - evidence, total)
+
+
+def _joined(parts: Sequence[Explanation], asked: Asked) -> Explanation:
+    """The explanations of batches as one."""
+    if len(parts) == 1:
+        return parts[0]
+    checks = [vars(part._parts) for part in parts]
+    check = Check(*(np.concatenate([c[name] for c in checks]) for name in checks[0]))
+    return replace(
+        parts[0],
+        values=np.concatenate([part.values for part in parts], axis=1),
+        queries=asked.names,
+        check=check,
+        completeness=np.concatenate([part.completeness for part in parts]),
+        books={n: np.concatenate([p.books[n] for p in parts]) for n in parts[0].books},
+        questions=[q for part in parts for q in part.questions],
+    )

@@ -1,0 +1,229 @@
+"""Gradients of every query, from one backward pass for all of them.
+
+A query's gradient is a sum of rank-one rows like any training gradient, so it is found as a
+recorder finds those: the rows of all queries come out of one backward pass. Whether they are the
+gradient is checked; where they are not, a parameter is differentiated query by query.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dualform.errors import ReadingError
+from dualform.ledger import Stream, Term
+from dualform.memory.blocks import Sides, from_matrix, matrix_shape
+from dualform.read.grouped import add_segments
+from dualform.read.targets import Asked, Parameters
+from dualform.record.layers import (
+    Finder,
+    Rows,
+    Seen,
+    Watching,
+    arrangement,
+    expand,
+    kinds,
+    packing_order,
+    sample_major,
+    when_errors_come,
+)
+
+PENDING_BYTES = 64 << 20
+"""How many bytes of rows are kept before they are added up."""
+ROUNDING = 1e-4
+"""How far rows may be from a gradient, relative to what they add up, and still be it."""
+
+
+class Part(NamedTuple):
+    """Rows of some queries, as many for each, sorted by query."""
+
+    book: str
+    term: Term
+    sides: Sides
+    queries: int
+
+    def total(self, shape: Sequence[int]) -> Tensor:
+        """The sum of all rows, in the shape of the parameter, in float64."""
+        view, groups = self.term.view, self.term.groups
+        ones = torch.ones(len(self.sides), dtype=torch.float64, device=self.sides.a.device)
+        total = self.sides.total(ones, matrix_shape(tuple(shape), view, groups))
+        return from_matrix(total, tuple(shape), view, groups)
+
+    def size(self) -> float:
+        """The sum of the rows' sizes, `Σ ‖a‖ ‖b‖`."""
+        a, b = self.sides.a, self.sides.b
+        sizes = torch.ones(len(a), device=a.device) if a.ndim == 1 else a.norm(dim=1)
+        if b is not None:
+            sizes = sizes * b.flatten(1).norm(dim=1)
+        return float(sizes.sum())
+
+
+@dataclass
+class Weighted:
+    """Weighted sums of gradients, for some queries: (queries, *shape) for each parameter.
+
+    Rows are collected, and turned into gradients when there are many.
+    """
+
+    directions: dict[str, Tensor]
+    _pending: dict[tuple[str, Term], list[Any]] = field(default_factory=dict)
+    """(queries, rows of each, …) of both sides."""
+    _bytes: int = 0
+
+    def add(self, part: Part, weight: float) -> None:
+        """Takes rows, `weight` times."""
+        a, b = part.sides.a, part.sides.b
+        if a.ndim == 1:  # places of a table cannot be scaled, what is added there can
+            assert b is not None
+            b = b * weight
+        else:
+            a = a * weight
+        split = [None if t is None else _by_query(t, part.queries) for t in (a, b)]
+        self._pending.setdefault((part.book, part.term), []).append((split[0], split[1]))
+        self._bytes += a.nbytes + (0 if b is None else b.nbytes)
+        if self._bytes > PENDING_BYTES:
+            self.settle()
+
+    def settle(self) -> None:
+        """Adds up what is pending."""
+        for (book, term), parts in self._pending.items():
+            direction = self.directions[book]
+            direction += _sums(parts, term, direction)
+        self._pending.clear()
+        self._bytes = 0
+
+
+def _by_query(rows: Tensor, queries: int) -> Tensor:
+    return rows.reshape(queries, len(rows) // queries, *rows.shape[1:])
+
+
+def _sums(parts: Sequence[tuple[Tensor, Tensor | None]], term: Term, like: Tensor) -> Tensor:
+    """(queries, *shape): the sums of rows, as gradients."""
+    shape = tuple(like.shape[1:])
+    a = torch.cat([a for a, _ in parts], 1)
+    b = [b for _, b in parts if b is not None]
+    sides = Sides(a.flatten(0, 1), torch.cat(b, 1).flatten(0, 1) if b else None, term.at)
+    height, width = matrix_shape(shape, term.view, term.groups)
+    counts = torch.full((len(like),), a.shape[1])
+    dense = like.new_zeros(len(like), height, width)
+    add_segments(dense, sides, counts, slice(0, height))
+    if term.view != "swapped":
+        return dense.view(like.shape)
+    return torch.stack([from_matrix(m, shape, term.view, term.groups) for m in dense])
+
+
+class Gradients:
+    """Computes gradients of what is asked, at any parameters, on a copy of the model."""
+
+    def __init__(self, asked: Asked, names: Sequence[str]) -> None:
+        self._asked, self._model = asked, copy.deepcopy(asked.model).requires_grad_(False)
+        known = dict(self._model.named_parameters())
+        self._parameters = {name: known[name].requires_grad_() for name in names}
+        self._find = Finder(self._parameters)
+        packing_order(self._model, self._find)
+        self._direct: set[str] | None = None
+        """The parameters whose rows are not their gradients; known after the first pass."""
+
+    def integral(
+        self, nodes: Iterable[tuple[float, Parameters]], queries: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """(queries, *shape) for each parameter: `Σ w ∇f(W)` over some weights w and parameters W.
+
+        The queries are few enough for one call of the model.
+        """
+        named = self._parameters.items()
+        total = Weighted({name: p.new_zeros(len(queries), *p.shape) for name, p in named})
+        with torch.no_grad():
+            for weight, point in nodes:
+                for name, parameter in named:
+                    parameter.copy_(point[name])
+                self._add(weight, queries, total)
+            total.settle()
+        return total.directions
+
+    def _add(self, weight: float, queries: Sequence[int], total: Weighted) -> None:
+        parts, gradients = self._rows(queries)
+        if self._direct is None:
+            self._direct = _unexplained(parts, gradients)
+        for part in parts:
+            if part.book not in self._direct:
+                total.add(part, weight)
+        if self._direct:
+            self._add_directly(weight, queries, total)
+
+    def _rows(self, queries: Sequence[int]) -> tuple[list[Part], dict[str, Tensor]]:
+        """The rows of all queries, and the gradients of the sum of what is asked."""
+        seen: list[tuple[Seen, Sequence[Tensor | None]]] = []
+
+        def take(use: Seen) -> None:
+            when_errors_come(use, lambda errors: seen.append((use, errors)))
+
+        with _differentiable():
+            with Watching(self._find, kinds(), take):
+                output = self._asked.output(self._model, queries)
+            value = self._asked.asked_of(output, queries).sum()
+        self._find.recent.clear()
+        gradients = self._gradients(value, list(self._parameters))
+        rows = [rows for use, errors in seen for rows in use.rows(errors)]
+        return [p for r in rows for p in self._parts(r, len(queries))], gradients
+
+    def _gradients(self, value: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        if not value.requires_grad:
+            raise ReadingError(
+                "the target cannot be differentiated: nothing connects it with the parameters "
+                "(argmax, or a detached tensor?). Ask for a logit, a probability or a loss."
+            )
+        parameters = [self._parameters[name] for name in names]
+        found = torch.autograd.grad(value, parameters, allow_unused=True)
+        pairs = zip(names, parameters, found, strict=True)
+        return {name: torch.zeros_like(p) if g is None else g for name, p, g in pairs}
+
+    def _parts(self, rows: Rows, queries: int) -> Iterable[Part]:
+        """A use's rows by query; none where no dimension counts queries."""
+        site, keys, values = rows.site, rows.keys, rows.values
+        assert values is not None
+        lead = tuple(keys.shape[: keys.ndim - site.key_dims])
+        usual = self._asked.axis
+        axis = arrangement(lead, queries, site.axis, site.key_dims > 0, usual)
+        if axis is None:
+            return
+        sided = ((keys, site.key_dims), (values, site.value_dims))
+        shapes = [tuple(t.shape[t.ndim - d :]) or (1,) for t, d in sided]
+        stream = Stream(site.label, shapes[0], shapes[1], dict(site.layout))
+        flat = [sample_major(t[None], queries, axis, d) for t, d in sided]
+        x, e = expand(stream, flat[0], flat[1])
+        assert e is not None
+        for book, term in site.terms.items():
+            sides = Sides.of(term.form, x, e, term.groups, term.at)
+            yield Part(book, term, sides, queries)
+
+    def _add_directly(self, weight: float, queries: Sequence[int], total: Weighted) -> None:
+        assert self._direct is not None
+        for at, query in enumerate(queries):
+            with _differentiable():
+                value = self._asked.asked_of(self._asked.output(self._model, [query]), [query])
+            for name, gradient in self._gradients(value.sum(), sorted(self._direct)).items():
+                total.directions[name][at].add_(gradient, alpha=weight)
+
+
+@contextmanager
+def _differentiable() -> Iterator[None]:
+    """With gradients, also through recurrent layers in evaluation mode, which cuDNN refuses."""
+    with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
+        yield
+
+
+def _unexplained(parts: Sequence[Part], gradients: Mapping[str, Tensor]) -> set[str]:
+    """The parameters whose rows do not add up to their gradient."""
+    gaps = {name: gradient.double() for name, gradient in gradients.items()}
+    sizes = dict.fromkeys(gradients, 0.0)
+    for part in parts:
+        gaps[part.book] = gaps[part.book] - part.total(gradients[part.book].shape)
+        sizes[part.book] += part.size()
+    return {name for name, gap in gaps.items() if float(gap.norm()) > ROUNDING * sizes[name]}

@@ -1,0 +1,213 @@
+"""Rows put together: what each group of them (a sample, a step) adds to a parameter.
+
+`C[g] = Σ_{i ∈ g} c_i a_i ⊗ b_i` for many groups at once. Rows are read in the order of their groups
+rather than of time, each once, so that repeated visits of a sample meet in one matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.ledger import Ledger, Stream, Term
+from dualform.ledger.tensors import MappedFile
+from dualform.memory.blocks import Sides
+from dualform.read.scan import RowColumns, widen
+from dualform.record.layers import expand, positions
+
+ROW_BYTES = 32 << 20
+"""How many bytes of rows are gathered at a time."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Which rows belong together: `of(steps, samples, positions)` is the number of their group.
+
+    >>> by_step = Grouping(4, lambda steps, samples, positions: steps)
+    >>> by_step.of(torch.tensor([1, 1, 3]), torch.zeros(3), torch.zeros(3))
+    tensor([1, 1, 3])
+    """
+
+    count: int
+    of: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    @classmethod
+    def by_sample(cls, numbers: Tensor) -> Grouping:
+        """One group for each of the samples, in the order of their stored ids."""
+        return cls(len(numbers), lambda steps, samples, at: torch.searchsorted(numbers, samples))
+
+    @classmethod
+    def by_step(cls, until: int) -> Grouping:
+        """One group for each step, by its number."""
+        return cls(until + 1, lambda steps, samples, at: steps)
+
+    @classmethod
+    def by_position(cls, numbers: Tensor, most: int) -> Grouping:
+        """One group for each position of each sample; a sample has at most so many."""
+        return cls(
+            len(numbers) * most,
+            lambda steps, samples, at: torch.searchsorted(numbers, samples) * most + at,
+        )
+
+
+class Records:
+    """All records of a stream between two steps, to be gathered in any order."""
+
+    def __init__(self, ledger: Ledger, stream: Stream, until: int, first: int = 1) -> None:
+        self.stream, self.each = stream, positions(stream)
+        names = (f"{stream.name}/keys", f"{stream.name}/values")
+        self._names = names
+        self._files: list[MappedFile] = []
+        parts: list[Tensor] = []
+        for shard in ledger.shards:
+            if names[0] in shard.file and shard.record["first"] <= until:
+                columns = RowColumns(shard, stream.name)
+                start, stop = columns.between(first, until)
+                kept = [columns.steps, columns.samples, columns.positions]
+                places = torch.arange(start, stop)
+                file = torch.full_like(places, len(self._files))
+                parts.append(torch.stack([file, places, *(c[start:stop] for c in kept)]))
+                self._files.append(shard.file.mapped())
+        empty = torch.zeros(5, 0, dtype=torch.long)
+        self._file, self._place, self.steps, self.samples, self.positions = torch.cat(
+            [empty, *parts], 1
+        )
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def last_visits(self) -> Tensor:
+        """(records,): whether each is of the last step that saw its sample."""
+        _, sample = torch.unique(self.samples, return_inverse=True)
+        last = torch.zeros(int(sample.max()) + 1 if len(sample) else 0, dtype=torch.long)
+        last.scatter_reduce_(0, sample, self.steps, "amax")
+        return torch.eq(self.steps, last[sample])
+
+    def batch_sizes(self) -> Tensor:
+        """(records,): how many samples the record's step saw."""
+        pairs = torch.unique(torch.stack([self.steps, self.samples]), dim=1)
+        steps, counts = torch.unique(pairs[0], return_counts=True)
+        return torch.index_select(counts, 0, torch.searchsorted(steps, self.steps))
+
+    def gather(self, chosen: Tensor, with_keys: bool = True) -> tuple[Tensor, Tensor]:
+        """The rows of some records, keys and values."""
+        values = self._gathered(self._names[1], chosen)
+        if not with_keys and not self.stream.layout:
+            return values[:, :0], values
+        rows, errors = expand(self.stream, self._gathered(self._names[0], chosen), values)
+        assert errors is not None
+        return rows, errors
+
+    def rows_of(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step, sample and position of each row of some records."""
+        steps, samples, at = (c[chosen] for c in (self.steps, self.samples, self.positions))
+        if self.each == 1:
+            return steps, samples, at
+        within = torch.arange(self.each).repeat(len(chosen))
+        steps, samples, at = (c.repeat_interleave(self.each) for c in (steps, samples, at))
+        return steps, samples, at * self.each + within
+
+    def record_bytes(self) -> int:
+        """What one record takes once it is expanded, at least 1."""
+        if not len(self):
+            return 1
+        keys, values = self.gather(torch.zeros(1, dtype=torch.long))
+        return keys.nbytes + values.nbytes
+
+    def _gathered(self, name: str, chosen: Tensor) -> Tensor:
+        files, places = self._file[chosen], self._place[chosen]
+        found: Tensor | None = None
+        for number in torch.unique(files).tolist():
+            mine = torch.nonzero(files == number).flatten()
+            part = widen(self._files[number].take(name, places[mine]))
+            if found is None:
+                found = part.new_empty(len(chosen), *part.shape[1:])
+            found[mine] = part
+        assert found is not None
+        return found
+
+
+def add_records(
+    into: Tensor,
+    records: Records,
+    term: Term,
+    grouping: Grouping,
+    weights: Tensor,
+    rows: slice,
+    turn: Callable[[Sides], Sides] | None = None,
+) -> None:
+    """Adds what the records of each group add to some rows of a parameter's matrix.
+
+    `into` is (groups, rows of the matrix, its width). Records of weight 0 are not read. `turn`
+    changes rows before they are added.
+    """
+    chosen = torch.nonzero(weights).flatten()
+    columns = (c[chosen] for c in (records.steps, records.samples, records.positions))
+    order = chosen[torch.argsort(grouping.of(*columns), stable=True)]
+    for part in torch.split(order, max(1, ROW_BYTES // records.record_bytes())):
+        numbers = grouping.of(*records.rows_of(part))
+        keys, values = records.gather(part, term.form != "sum")
+        values = values * weights[part].to(values).repeat_interleave(records.each)[:, None]
+        keys, values = keys.to(into.device), values.to(into.device)
+        sides = Sides.of(term.form, keys, values, term.groups, term.at)
+        add_groups(into, sides if turn is None else turn(sides), numbers, rows)
+
+
+def add_groups(into: Tensor, sides: Sides, numbers: Tensor, rows: slice) -> None:
+    """Adds each row to its group; see `add_records`."""
+    order = torch.argsort(numbers, stable=True)
+    groups, counts = torch.unique_consecutive(numbers[order], return_counts=True)
+    sides, first = sides[order.to(sides.a.device)], int(groups[0])
+    if int(groups[-1]) - first == len(groups) - 1:
+        add_segments(into[first : first + len(groups)], sides, counts, rows)
+    else:
+        sums = into.new_zeros(len(groups), *into.shape[1:])
+        add_segments(sums, sides, counts, rows)
+        into.index_add_(0, groups.to(into.device), sums)
+
+
+def add_segments(into: Tensor, sides: Sides, counts: Tensor, rows: slice) -> None:
+    """Adds runs of so many rows each, of which the first belongs to the first group, and so on."""
+    (top, left), height = sides.at, rows.stop - rows.start
+    if sides.a.ndim == 1:
+        assert sides.b is not None
+        segment = torch.arange(len(counts)).repeat_interleave(counts).to(into.device)
+        place = sides.a + top - rows.start
+        inside = (place >= 0) & (place < height)
+        flat = into.flatten(0, 1)[:, left : left + sides.b.shape[1]]
+        flat.index_add_(0, (segment * height + place)[inside], sides.b[inside].to(into))
+        return
+    first, last = max(rows.start, top), min(rows.stop, top + sides.a.shape[1])
+    if first < last:
+        width = 1 if sides.b is None else sides.b.shape[-1]
+        target = into[:, first - rows.start : last - rows.start, left : left + width]
+        _add_products(target, sides, counts, slice(first - top, last - top))
+
+
+def _add_products(into: Tensor, sides: Sides, counts: Tensor, rows: slice) -> None:
+    """Adds `Σ a[rows] ⊗ b` over each segment."""
+    a, b = _padded(sides.a, counts).to(into), sides.b
+    if b is None:
+        into += a[:, :, rows].sum(1)[:, :, None]
+        return
+    b = _padded(b, counts).to(into)
+    if b.ndim == 3:
+        into.baddbmm_(a[:, :, rows].transpose(1, 2), b)
+        return
+    by_groups = a.reshape(*a.shape[:2], b.shape[2], -1)
+    into += torch.einsum("mcgo,mcgi->mgoi", by_groups, b).flatten(1, 2)[:, rows]
+
+
+def _padded(rows: Tensor, counts: Tensor) -> Tensor:
+    """(segments, longest, …): runs of rows side by side, filled up with zeros."""
+    longest = int(counts.max())
+    if bool((counts == longest).all()):
+        return rows.reshape(len(counts), longest, *rows.shape[1:])
+    within = torch.arange(longest)
+    filled = (within < counts[:, None]).to(rows.device)
+    padded = rows.new_zeros(len(counts), longest, *rows.shape[1:])
+    padded[filled] = rows
+    return padded

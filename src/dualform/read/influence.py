@@ -1,0 +1,200 @@
+"""The counterfactual read: which samples would change an output if they were left out of training.
+
+Accounting says what a sample's rows added. Without it, others would have done part of the same: so
+the accounts are solved against each other, `S = (1 + C Cᵀ/λ)⁻¹ C g` with C the samples'
+contributions to all parameters and g the target's gradient, averaged over the line from the first
+weights to the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualform.errors import ReadingError
+from dualform.ledger import Book
+from dualform.read.contributions import Source
+from dualform.read.explain import ends, query_batches
+from dualform.read.factors import EigenBases, ekfac
+from dualform.read.gradients import Gradients
+from dualform.read.grouped import Grouping, Records
+from dualform.read.matrix import Contributions, Natural, Turn, Weighing
+from dualform.read.path import along_line
+from dualform.read.ridge import Ridge, make_ridge
+from dualform.read.scores import Scores
+from dualform.read.targets import Asked, Parameters, Target
+
+EXACT = 4096
+"""Up to so many samples, the Gram matrix is computed."""
+RANK = 512
+"""How many leading directions are kept beyond that."""
+TOLERANCE = 1e-2
+"""How far the averaged gradients may be from the change of the target: less matters little here."""
+
+
+@dataclass(frozen=True, repr=False)
+class Influence(Scores):
+    """Estimates of how much each target would fall if a sample were left out of training.
+
+    They are no account: they do not add up to the output (see `run.explain`).
+
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> run.influence(model, x[:2], target=1).values.shape
+    (8, 2)
+    """
+
+    method: str = "ridge"
+    damping: float = 0.0
+    """λ, in units of the mean diagonal of what is inverted; 0 where nothing is."""
+    kept: float = 1.0
+    """The share of the contributions within the leading directions; 1 if all were used."""
+
+
+class Influencer:
+    """Answers by any of the methods; keeps what does not depend on the queries."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._ridges: dict[tuple[str, int], Ridge] = {}
+        self._methods: dict[str, tuple[float, Callable[..., Tensor]]] = {
+            "ridge": (3.0, self._ridge),
+            "fisher": (1.0, self._fisher),
+            "ekfac": (0.1, self._ekfac),
+            "tracin": (0.0, self._tracin),
+            "accounting": (0.0, self._accounting),
+        }
+
+    def __call__(
+        self,
+        model: nn.Module,
+        x: Any,
+        target: Target,
+        method: str,
+        damping: float | None,
+        rank: int | None,
+    ) -> Influence:
+        """The scores of all queries, batch by batch."""
+        usual, answer = self._method(method)
+        chosen = usual if damping is None else damping
+        if usual and not chosen > 0:
+            raise ReadingError(
+                f"damping={damping}: what is inverted must be damped by more than 0; it is given "
+                f"in units of the mean diagonal, and is {usual} by default."
+            )
+        asked, source = Asked(model, x, target), self._source
+        rank = self._rank(rank)
+        parts = [
+            answer(asked, model, queries, method, chosen, rank)
+            for queries in query_batches(asked, source)
+        ]
+        ridge = self._ridges.get((method, rank))
+        return Influence(
+            source.ids,
+            torch.cat(parts, 1).numpy(),
+            asked.names,
+            None,
+            source.labels,
+            f"influence ({method})",
+            method,
+            chosen if usual else 0.0,
+            1.0 if ridge is None else ridge.kept,
+        )
+
+    def _method(self, name: str) -> tuple[float, Callable[..., Tensor]]:
+        if name not in self._methods:
+            known = ", ".join(f"'{known}'" for known in self._methods)
+            raise ReadingError(f"method='{name}' is not known; there are {known}.")
+        return self._methods[name]
+
+    def _rank(self, rank: int | None) -> int:
+        samples = len(self._source.ids)
+        if rank is None:
+            return samples if samples <= EXACT else RANK
+        if rank < 1:
+            raise ReadingError(
+                f"rank={rank}: keep at least one direction; {samples:,} and more are exact."
+            )
+        return min(rank, samples)
+
+    def _ridge(
+        self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, rank: int
+    ) -> Tensor:
+        source, matrix = self._source, self._matrix()
+        if (method, rank) not in self._ridges:
+            natural = Natural(source.accounting, Grouping.by_sample(source.numbers))
+            self._ridges[method, rank] = make_ridge(natural, rank)
+        first, last = ends(model, source)
+        line = along_line(asked, first, last, queries, TOLERANCE)
+        return self._ridges[method, rank].solve(_products(matrix, line.directions), damping)
+
+    def _fisher(
+        self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, rank: int
+    ) -> Tensor:
+        matrix = self._matrix(self._last_visits)
+        if (method, rank) not in self._ridges:
+            self._ridges[method, rank] = make_ridge(matrix, rank)
+        products = _products(matrix, self._gradients(asked, model, queries))
+        return self._ridges[method, rank].solve(products, damping)
+
+    def _accounting(self, asked: Asked, model: nn.Module, queries: Any, *_: Any) -> Tensor:
+        return _products(self._matrix(), self._gradients(asked, model, queries))
+
+    def _tracin(self, asked: Asked, model: nn.Module, queries: Any, *_: Any) -> Tensor:
+        """Learning rates in place of coefficients, gradients at the steps that were kept."""
+        ledger, until = self._source.ledger, self._source.until
+        kept = sorted({*(step for step in ledger.kept_steps if step < until), until})
+        parts = []
+        for begin, end in pairwise(kept):
+            weights = self._source.weights if end == until else ledger.weights(end)
+            point = {book.name: weights[book.name] for book in ledger.info.books}
+            directions = gradients_at(asked, point, queries)
+            parts.append(_products(self._matrix(self._rates(begin, end)), directions))
+        return torch.stack(parts).sum(0)
+
+    def _rates(self, begin: int, end: int) -> Weighing:
+        """Each record's learning rate, for the steps after `begin` up to `end`."""
+
+        def weigh(book: Book, records: Records) -> Tensor:
+            history = self._source.accounting.history(book)
+            rates = torch.from_numpy(history.hyper[:, history.fields.index("lr")])
+            factors = torch.from_numpy(self._source.accounting.factors(book))
+            inside = (records.steps > begin) & (records.steps <= end)
+            return -torch.where(inside, (rates * factors)[records.steps - 1], 0.0)
+
+        return weigh
+
+    def _ekfac(
+        self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, rank: int
+    ) -> Tensor:
+        bases = EigenBases(self._matrix(self._last_visits), self._last_visits)
+        matrix = self._matrix(self._last_visits, bases.turn)
+        return ekfac(matrix, bases, self._gradients(asked, model, queries), damping)
+
+    def _gradients(self, asked: Asked, model: nn.Module, queries: Any) -> Parameters:
+        _, last = ends(model, self._source)
+        return gradients_at(asked, last, queries)
+
+    def _matrix(self, weighing: Weighing | None = None, turn: Turn | None = None) -> Contributions:
+        grouping = Grouping.by_sample(self._source.numbers)
+        return Contributions(self._source.accounting, grouping, None, weighing, turn)
+
+    def _last_visits(self, book: Book, records: Records) -> Tensor:
+        """Each sample's own gradient, as it was when training last saw it."""
+        return -torch.where(records.last_visits(), records.batch_sizes(), 0).double()
+
+
+def gradients_at(asked: Asked, point: Parameters, queries: Any) -> dict[str, Tensor]:
+    """(queries, *shape) for each parameter: gradients at one point."""
+    found = Gradients(asked, list(point))
+    parts = [found.integral([(1.0, point)], batch) for batch in asked.batches(queries)]
+    return {name: torch.cat([part[name] for part in parts]) for name in point}
+
+
+def _products(matrix: Contributions, directions: Parameters) -> Tensor:
+    return torch.stack(list(matrix.times(directions).values())).sum(0)

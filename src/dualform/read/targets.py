@@ -1,0 +1,184 @@
+"""Targets: the number that is asked about, one for each query.
+
+A target is the model's output for a class, a function of the output, or a loss with labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from dualform.errors import ReadingError
+from dualform.read.queries import arguments
+from dualform.record.layers import first_tensor, usual_axis
+
+Parameters: TypeAlias = Mapping[str, Tensor]
+Target: TypeAlias = (
+    int
+    | Sequence[int]
+    | Tensor
+    | Callable[[Any], Tensor]
+    | tuple[Callable[..., Tensor], Any]
+    | None
+)
+"""A class for all queries or one each; a function of one query's output; a loss and its labels."""
+
+TOGETHER = 128
+"""How many queries the model is called with at a time."""
+
+
+class Asked:
+    """Some queries, and the number that is asked of each.
+
+    >>> asked = Asked(nn.Linear(3, 2), torch.ones(4, 3), target=1)
+    >>> asked.values({}).shape, asked.names[0]
+    (torch.Size([4]), '0: output 1')
+    """
+
+    def __init__(self, model: nn.Module, x: Any, target: Target = None) -> None:
+        _refuse_random(model)
+        given = first_tensor(x)
+        if given is None:
+            raise ReadingError("explain and influence need queries as tensors; x holds none.")
+        self.model = model
+        self.axis = min(usual_axis(model), given.ndim - 1)
+        """Which dimension of x counts the queries."""
+        self.count = int(given.shape[self.axis])
+        self._leaves, self._tree = tree_flatten(x)
+        self._target, self._labels, asked = self._read(target)
+        self.names = [f"{query}: {words}" for query, words in enumerate(asked)]
+
+    def batches(self, queries: Sequence[int]) -> list[Sequence[int]]:
+        """The queries in parts that the model is called with."""
+        return [queries[at : at + TOGETHER] for at in range(0, len(queries), TOGETHER)]
+
+    def output(self, call: Callable[..., Any], queries: Sequence[int]) -> Any:
+        """What the model gives for some queries."""
+        at = torch.tensor(queries)
+        leaves = [
+            leaf.index_select(self.axis, at.to(leaf.device)) if self._counts(leaf) else leaf
+            for leaf in self._leaves
+        ]
+        args, kwargs = arguments(tree_unflatten(leaves, self._tree))
+        return call(*args, **kwargs)
+
+    def asked_of(self, output: Any, queries: Sequence[int]) -> Tensor:
+        """(queries,): the numbers asked about, from the model's output for these queries."""
+        parts = _split(output, len(queries), self.axis)
+        return torch.stack([self._number(*pair) for pair in zip(parts, queries, strict=True)])
+
+    def values(self, parameters: Parameters, queries: Sequence[int] | None = None) -> Tensor:
+        """(queries,): the numbers asked about, with these parameters in place of the model's."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return functional_call(self.model, dict(parameters), args, kwargs)
+
+        chosen = range(self.count) if queries is None else queries
+        with torch.no_grad():
+            parts = [self.asked_of(self.output(call, b), b) for b in self.batches(chosen)]
+        return torch.cat(parts).double().cpu()
+
+    def _number(self, output: Any, query: int) -> Tensor:
+        """One query's number; its output has a batch of one."""
+        labels = () if self._labels is None else (self._labels[query : query + 1],)
+        value = self._target(output, *labels)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ReadingError(
+                f"the target must be one number for each query; it gave {shape} for one query, "
+                "whose output has a batch of 1. Sum or choose: target=lambda out: out[0, 3]."
+            )
+        return value.reshape(())
+
+    def _counts(self, leaf: Any) -> bool:
+        """Whether an argument has one entry for each query."""
+        return _length(leaf, self.axis) == self.count
+
+    def _read(self, target: Target) -> tuple[Callable[..., Tensor], Tensor | None, list[str]]:
+        """The function of output (and labels), the labels, and the target in words."""
+        if isinstance(target, tuple) and len(target) == 2 and callable(target[0]):
+            loss, labels = target[0], torch.as_tensor(target[1])
+            self._check_length(labels, "labels")
+            return loss, labels, ["loss"] * self.count
+        if callable(target):
+            return target, None, ["target"] * self.count
+        classes = self._classes(target)
+        return _class_output, classes, [f"output {c}" for c in classes.tolist()]
+
+    def _classes(self, target: Any) -> Tensor:
+        asked = range(self.count) if target is None else range(1)
+        with torch.no_grad():
+            found = [_outputs(self.output(self.model, b)) for b in self.batches(asked)]
+        if target is None:
+            return torch.cat(found).argmax(1).cpu()
+        width, classes = found[0].shape[1], torch.as_tensor(target)
+        if classes.ndim == 0:
+            classes = classes.expand(self.count)
+        self._check_length(classes, "classes")
+        if classes.is_floating_point() or bool((classes < 0).any() or (classes >= width).any()):
+            raise ReadingError(
+                f"target={target!r}: the model has outputs 0 to {width - 1}; give one for all "
+                "queries, one for each, a function of the output, or (loss, labels)."
+            )
+        return classes.long()
+
+    def _check_length(self, given: Tensor, what: str) -> None:
+        if given.shape[:1] != (self.count,):
+            raise ReadingError(
+                f"got {what} of shape {tuple(given.shape)} for {self.count} queries; give one for "
+                "each query."
+            )
+
+
+def _length(leaf: Any, axis: int) -> int | None:
+    return leaf.shape[axis] if isinstance(leaf, Tensor) and leaf.ndim > axis else None
+
+
+def _split(output: Any, count: int, axis: int) -> list[Any]:
+    """The output of each query, as if the model had been called with it alone."""
+
+    def split(leaf: Any) -> Sequence[Any]:
+        for dimension in (axis, 0):
+            if _length(leaf, dimension) == count:
+                return torch.split(leaf, 1, dimension)
+        return [leaf] * count
+
+    leaves, tree = tree_flatten(output)
+    parts = zip(*map(split, leaves), strict=True)
+    return [tree_unflatten(list(part), tree) for part in parts]
+
+
+def _outputs(output: Any) -> Tensor:
+    """(queries, classes); transformers' models call it logits."""
+    found = getattr(output, "logits", output)
+    if not isinstance(found, Tensor) or found.ndim != 2:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ReadingError(
+            f"a class is asked for, but the model gives {shape} and not (queries, classes); give "
+            "a function of one query's output: target=lambda out: out[0, -1, 3]."
+        )
+    return found
+
+
+def _class_output(output: Any, label: Tensor) -> Tensor:
+    found = _outputs(output)
+    return found.gather(1, label[:, None].to(found.device))
+
+
+def _refuse_random(model: nn.Module) -> None:
+    """What a model gives in training mode is random, or depends on the other queries."""
+    for name, module in model.named_modules():
+        rate = getattr(
+            module, "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout", 0
+        )
+        drops = isinstance(rate, float) and rate > 0
+        if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+            raise ReadingError(
+                f"the model is in training mode, and '{name}' ({type(module).__name__}) makes its "
+                "output random or dependent on the batch; call model.eval() first."
+            )
