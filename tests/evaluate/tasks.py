@@ -69,6 +69,11 @@ def dies(ids: Ids, seed: int) -> Array:
     raise AssertionError
 
 
+def growing(ids: Ids, seed: int) -> Array:
+    """More numbers with each seed, which is not allowed."""
+    return np.zeros(seed + 1)
+
+
 def total(ids: Ids, seed: int) -> Array:
     """The sum of the positions, and of their squares; seeds shift it."""
     return np.array([ids.sum(), (ids**2).sum()]) + 100.0 * seed

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dualform.errors import EvaluationError
-from dualform.evaluate import GroundTruth, Retraining, lds, mislabeled
+from dualform.evaluate import GroundTruth, Retraining, lds, mislabeled, suspicion
 from dualform.evaluate.dattri import dattri_scores, dattri_truth
 from dualform.read import Run, Scores
 from dualform.testing import tiny_run
@@ -50,25 +50,32 @@ def last_layer(run: Run, model: nn.Module, x: Tensor, targets: Tensor) -> Scores
 
 def test_a_run_explains_for_quanda() -> None:
     pytest.importorskip("quanda", reason="needs numpy below 2 for its captum")
-    from quanda.metrics.downstream_eval import ClassDetectionMetric
+    from quanda.metrics.downstream_eval import ClassDetectionMetric, MislabelingDetectionMetric
 
     from dualform.evaluate.quanda import RunExplainer
 
     run, model, x = tiny_run()
     labels = model(x).argmax(1)
-    explainer = RunExplainer(model, TensorDataset(x, labels), run, last_layer)
+    data = TensorDataset(x, labels)
+    explainer = RunExplainer(model, data, run, last_layer)
     found = explainer.explain(x[:3], labels[:3])
     expected = last_layer(run, model, x[:3], labels[:3]).tensor().T
     torch.testing.assert_close(found, expected.float())
-    own = explainer.self_influence(batch_size=3)
-    everything = last_layer(run, model, x, labels).tensor()
-    torch.testing.assert_close(own, everything.diagonal().float())
+    own = last_layer(run, model, x, labels).tensor().diagonal().float()
+    torch.testing.assert_close(explainer.self_influence(batch_size=3), own)
 
-    metric = ClassDetectionMetric(model, TensorDataset(x, labels))
-    metric.update(explanations=found, test_targets=labels[:3])
-    best = labels[found.argmax(1)]
-    assert metric.compute()["score"] == pytest.approx(float((best == labels[:3]).float().mean()))
+    classes = ClassDetectionMetric(model, data, s=2)
+    classes.update(explanations=found, test_targets=labels[:3])
+    alike = labels[found.topk(2).indices] == labels[:3, None]
+    assert classes.compute()["score"] == pytest.approx(float(alike.float().mean()))
 
-    wrong = RunExplainer(model, TensorDataset(x, labels), run, lambda *_: np.ones((8, 2)))
+    given = {"explainer_cls": RunExplainer, "expl_kwargs": {"run": run, "answer": last_layer}}
+    for values, how in ((own, given), (suspicion(run).tensor()[:, 0], {})):
+        ours = mislabeled(values.numpy(), np.arange(8) < 3)
+        how = how or {"precomputed_self_influence": values}
+        theirs = MislabelingDetectionMetric(model, data, [0, 1, 2], **how).compute()["curve"]
+        np.testing.assert_allclose(theirs.numpy(), ours.curve[1][1:], rtol=1e-6)
+
+    wrong = RunExplainer(model, data, run, lambda *_: np.ones((8, 2)))
     with pytest.raises(EvaluationError, match="scores for 2 queries, quanda asked about 3; give"):
         wrong.explain(x[:3], labels[:3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
@@ -141,11 +142,10 @@ def test_two_at_a_time_are_refused(tmp_path: Path) -> None:
 
 
 def test_numbers_of_queries_must_agree(tmp_path: Path) -> None:
-    def growing(ids: np.ndarray, seed: int) -> list[float]:
-        return [0.0] * (seed + 1)
-
+    """Found where results are kept; the workers are gone even while the error is handled."""
     with pytest.raises(RetrainingError, match="seed 1: the task returned 2 numbers, and 1 before"):
-        Retraining(growing, SAMPLES, tmp_path, workers=0).run()
+        Retraining(tasks.growing, SAMPLES, tmp_path, workers=1).run()
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ try:
     from quanda.explainers import Explainer
 except ImportError as error:
     raise ImportError(
-        "dualform.evaluate.quanda needs quanda; install it with: pip install quanda"
+        f"dualform.evaluate.quanda needs quanda ({error}); install it with: pip install quanda"
     ) from error
 
 Answer: TypeAlias = Callable[[Run, nn.Module, Any, Any], ScoresLike]
