@@ -28,6 +28,14 @@ def results(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("subset-*.npy")}
 
 
+def works(process: psutil.Process) -> bool:
+    """Whether a process still does something: those nobody waits for remain as zombies."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def expected(truth: GroundTruth) -> np.ndarray:
     """What the ridge regression gives for each subset, straight away."""
     return np.stack([ridge(np.flatnonzero(members), 0) for members in truth.members])
@@ -71,7 +79,10 @@ def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:
         workers = psutil.Process(victim.pid).children(recursive=True)
         victim.kill()
     assert len(workers) >= 2
-    assert not psutil.wait_procs(workers, timeout=10)[1]
+    deadline = time.monotonic() + 30
+    while any(map(works, workers)):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
     kept = results(tmp_path)
     assert 5 <= len(kept) < 200
     truth = Retraining(slow_ridge, SAMPLES, tmp_path, subsets=6, seeds=2, workers=0).run()
