@@ -112,7 +112,8 @@ def brittleness(
         )
     order = np.argsort(-values[:, query], kind="stable")
     jobs = list(_jobs(order, counts, seeds, np.random.default_rng(seed)))
-    found = {job.name: outputs for job, outputs in train_all(task, jobs, workers)}
+    found: dict[str, Array] = {}
+    train_all(task, jobs, lambda job, outputs: found.update({job.name: outputs}), workers)
     outputs = np.array([_output(found[job.name], query) for job in jobs]).reshape(-1, seeds)
     return Brittleness(counts, outputs[0], outputs[1::2], outputs[2::2])
 

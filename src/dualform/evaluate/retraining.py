@@ -125,10 +125,13 @@ class Retraining:
         total = self.subsets * self.seeds
         with _progress() as progress:
             bar = progress.add_task("retraining", completed=total - len(missing), total=total)
+
+            def done(job: Job, outputs: Array) -> None:
+                _keep(folder, job.name, outputs)
+                progress.advance(bar)
+
             try:
-                for job, outputs in train_all(self.task, missing, self.workers):
-                    _keep(folder, job.name, outputs)
-                    progress.advance(bar)
+                train_all(self.task, missing, done, self.workers)
             except RetrainingError as error:
                 kept = total - len(self._missing(folder))
                 raise RetrainingError(
@@ -201,10 +204,13 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
     return Progress(
-        *columns,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         speed_estimate_period=float("inf"),  # trainings may be minutes apart
+        disable=not (console.is_terminal or console.is_jupyter),
     )

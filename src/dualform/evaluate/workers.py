@@ -10,7 +10,8 @@ import signal
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
@@ -51,31 +52,33 @@ class TaskTraceback(Exception):
 
 
 def train_all(
-    task: Task, jobs: Sequence[Job], workers: int | None = None
-) -> Iterator[tuple[Job, Array]]:
-    """Runs the jobs and gives their outputs as they come, in any order.
+    task: Task, jobs: Sequence[Job], done: Callable[[Job, Array], object], workers: int | None
+) -> None:
+    """Runs the jobs, and says of each that it is done, as they come, in any order.
 
-    After a failure no further job is begun; those under way are finished and given, then it raises.
+    After a failure no further job is begun; those under way are finished, then it raises.
 
     Args:
-        workers: how many processes; by default one for each core. 0 trains in this process.
+        workers: how many processes; None for one a core. 0 trains in this process.
     """
     if workers is not None and workers < 0:
         raise EvaluationError(f"workers={workers}: give a number of processes, or 0 for none.")
     count = min(len(jobs), (os.cpu_count() or 1) if workers is None else workers)
     failure = None
-    for outcome in _elsewhere(task, jobs, count) if count else _here(task, jobs):
-        if outcome.outputs is not None:
-            yield outcome.job, outcome.outputs
-        else:
-            failure = failure or outcome
+    outcomes = _elsewhere(task, jobs, count) if count else _here(task, jobs)
+    with closing(outcomes):  # whatever happens, no process is left behind
+        for outcome in outcomes:
+            if outcome.outputs is not None:
+                done(outcome.job, outcome.outputs)
+            else:
+                failure = failure or outcome
     if failure is not None:
         raise RetrainingError(f"{failure.job.name}: {failure.problem}") from (
             TaskTraceback("\n" + failure.traceback) if failure.traceback else None
         )
 
 
-def _here(task: Task, jobs: Sequence[Job]) -> Iterator[Outcome]:
+def _here(task: Task, jobs: Sequence[Job]) -> Generator[Outcome, None, None]:
     for job in jobs:
         outcome = Outcome(job, *_attempt(lambda: task, job.ids, job.seed))
         yield outcome
@@ -83,7 +86,7 @@ def _here(task: Task, jobs: Sequence[Job]) -> Iterator[Outcome]:
             return
 
 
-def _elsewhere(task: Task, jobs: Sequence[Job], count: int) -> Iterator[Outcome]:
+def _elsewhere(task: Task, jobs: Sequence[Job], count: int) -> Generator[Outcome, None, None]:
     waiting, pickled = deque(jobs), _pickled(task)
     threads = max(1, (os.cpu_count() or 1) // count)
     workers = [_Worker(pickled, threads) for _ in range(count)]
