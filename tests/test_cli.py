@@ -164,3 +164,50 @@ def test_errors_are_one_line(demo: Path, arguments: tuple[str, ...], message: st
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
     assert "Traceback" in dualform("--debug", *arguments, cwd=demo).stderr
+
+
+@pytest.fixture(scope="module")
+def asked(demo: Path) -> tuple[str, ...]:
+    """Two digits, for the demo's model."""
+    np.save(demo / "two.npy", np.linspace(0, 1, 128, dtype=np.float32).reshape(2, 64))
+    return ("runs/digits", "dualform.demo:make_model", "--input", "two.npy")
+
+
+def test_explain(demo: Path, asked: tuple[str, ...]) -> None:
+    facts = json.loads(dualform("explain", *asked, "--target", "3", "--json", cwd=demo).stdout)
+    assert facts["queries"] == ["0: output 3", "1: output 3"]
+    parts = facts["check"][0]
+    assert sum(parts.values()) == pytest.approx(2 * parts["total"])
+    assert max(facts["completeness"]) <= 1e-3
+    assert len(facts["for"]) == len(facts["against"]) == 20
+    text = dualform("explain", *asked, "--target", "3", "--target", "5", cwd=demo).stdout
+    assert "1: output 5" in text
+    assert "integration missed" in text
+
+
+def test_influence_to_a_file_that_can_be_evaluated(demo: Path, asked: tuple[str, ...]) -> None:
+    result = dualform("influence", *asked, "--save", "scores.npz", "-k", "2", cwd=demo)
+    assert "an estimate of what leaving a sample out would take away" in result.stdout
+    assert np.load(demo / "scores.npz")["values"].shape == (1400, 2)
+    facts = json.loads(
+        dualform("influence", *asked, "--method", "fisher", "--json", cwd=demo).stdout
+    )
+    assert (facts["method"], facts["damping"], facts["kept"]) == ("fisher", 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--damping", "0"), "damping=0.0: what is inverted must be damped by more than 0"),
+        (("--method", "magic"), "method='magic' is not known; there are 'ridge', 'fisher'"),
+        (("--target", "10"), "the model has outputs 0 to 9"),
+        (("--rank", "0"), "rank=0: keep at least one direction"),
+    ],
+)
+def test_influence_is_asked_wrongly(
+    demo: Path, asked: tuple[str, ...], arguments: tuple[str, ...], message: str
+) -> None:
+    result = dualform("influence", *asked, *arguments, cwd=demo)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr

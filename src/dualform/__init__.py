@@ -4,17 +4,31 @@ __version__ = "0.1.0"
 
 from dualform.errors import DualformError
 from dualform.memory import Memory
-from dualform.read import Audit, Ranking, Reading, Run, Scores, Spotlight, Timeline
+from dualform.read import (
+    Audit,
+    Explanation,
+    Influence,
+    Ranking,
+    Reading,
+    Removal,
+    Run,
+    Scores,
+    Spotlight,
+    Timeline,
+)
 from dualform.read import open_run as open
 from dualform.record import Recorder, record
 
 __all__ = [
     "Audit",
     "DualformError",
+    "Explanation",
+    "Influence",
     "Memory",
     "Ranking",
     "Reading",
     "Recorder",
+    "Removal",
     "Run",
     "Scores",
     "Spotlight",

@@ -1,4 +1,4 @@
-"""The command line: `dualform demo`, `info`, `audit`, `top`, `report`, `evaluate`."""
+"""The command line: `dualform demo`, `info`, `audit`, `top`, `explain`, `influence`, and more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dualform.errors import DualformError, ReadingError
 from dualform.evaluate import GroundTruth, Retraining, lds, load_scores, suspicion
 from dualform.explore import Query, write_report
 from dualform.ledger.samples import SampleId
-from dualform.read import Reading, Run, Spotlight, open_run
+from dualform.read import Ranking, Reading, Run, Scores, Spotlight, open_run
 
 run_argument = click.argument("run", type=click.Path(path_type=Path))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -112,11 +112,70 @@ def top(run: Path, count: int, as_json: bool, **asked: Any) -> None:
     best, worst = reading.top(count), reading.bottom(count)
     if as_json:
         lines = [reading.check.lines(at) for at in range(len(reading.names))]
-        rankings = {"for": best, "against": worst}
-        ranked = {name: [vars(row) for row in r.rows] for name, r in rankings.items()}
-        _print_json({"layer": reading.layer, "queries": reading.names, "check": lines, **ranked})
+        facts = {"layer": reading.layer, "queries": reading.names, "check": lines}
+        _print_json({**facts, **_both_ways(best, worst)})
     else:
         _print(reading, best, worst)
+
+
+def whole_network(command: Any) -> Any:
+    """What explain and influence are told."""
+    options = [
+        click.argument("model"),
+        click.option("--input", "inputs", type=click.Path(path_type=Path), required=True),
+        click.option("--target", "targets", type=int, multiple=True, help="A class, or one each."),
+        click.option("-k", "--count", type=click.IntRange(1), default=10, show_default=True),
+        click.option("--save", type=click.Path(path_type=Path), help="All scores, as .npz."),
+        as_json,
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@cli.command()
+@run_argument
+@whole_network
+@click.option("--tolerance", type=float, default=1e-3, show_default=True)
+def explain(
+    run: Path, model: str, inputs: Path, targets: tuple[int, ...], tolerance: float, **shown: Any
+) -> None:
+    """Account for the whole network's output: what every training sample added to it.
+
+    MODEL is package.module:function that builds it; without --target, the class with most output.
+    """
+    opened = open_run(run)
+    found = opened.explain(*_asked(opened, model, inputs), _target(targets), tolerance)
+    lines = [found.check.lines(at) for at in range(len(found.queries))] if found.check else []
+    facts = {"check": lines, "completeness": found.completeness.tolist()}
+    _show_scores(found, facts, **shown)
+
+
+@cli.command()
+@run_argument
+@whole_network
+@click.option("--method", default="ridge", show_default=True)
+@click.option("--damping", type=float, help="In units of the mean diagonal. Default: 3 for ridge.")
+@click.option("--rank", type=int, help="How many leading directions are kept.")
+def influence(
+    run: Path,
+    model: str,
+    inputs: Path,
+    targets: tuple[int, ...],
+    method: str,
+    damping: float | None,
+    rank: int | None,
+    **shown: Any,
+) -> None:
+    """Estimate what leaving samples out of training would do to the output.
+
+    MODEL is package.module:function that builds it; without --target, the class with most output.
+    """
+    opened = open_run(run)
+    asked = _asked(opened, model, inputs)
+    found = opened.influence(*asked, _target(targets), method, damping, rank)
+    facts = {"method": found.method, "damping": found.damping, "kept": found.kept}
+    _show_scores(found, facts, **shown)
 
 
 @cli.command()
@@ -231,11 +290,40 @@ def _spotlight(
         return run.revisit([_known_id(run, name) for name in samples], output)
     if inputs is None:
         raise ReadingError("--model needs --input x.npy: what to call the model with.")
+    return run.spotlight(*_asked(run, model, inputs), output)
+
+
+def _asked(run: Run, model: str, inputs: Path) -> tuple[nn.Module, torch.Tensor]:
+    """The model with the run's weights, and what it is called with."""
     built = _build(model)
     built.load_state_dict(run.state_dict(), strict=False)
-    return run.spotlight(
-        built.eval(), torch.from_numpy(np.load(inputs, allow_pickle=False)), output
-    )
+    try:
+        return built.eval(), torch.from_numpy(np.load(inputs, allow_pickle=False))
+    except (ValueError, TypeError) as error:
+        raise ReadingError(f"--input {inputs}: {error}; expected an array as .npy.") from error
+
+
+def _target(targets: tuple[int, ...]) -> int | list[int] | None:
+    return (targets[0] if len(targets) == 1 else list(targets)) if targets else None
+
+
+def _show_scores(
+    scores: Scores, facts: dict[str, Any], count: int, save: Path | None, as_json: bool
+) -> None:
+    """Prints the samples for and against, and keeps all scores if a file is named."""
+    if save is not None:
+        np.savez(save, values=scores.values, ids=np.array(scores.ids))
+    best, worst = scores.top(count), scores.bottom(count)
+    if as_json:
+        _print_json({"queries": scores.queries, **facts, **_both_ways(best, worst)})
+    else:
+        _print(best, worst)
+        click.echo(scores.note)
+
+
+def _both_ways(best: Ranking, worst: Ranking) -> dict[str, Any]:
+    rankings = {"for": best, "against": worst}
+    return {name: [vars(row) for row in r.rows] for name, r in rankings.items()}
 
 
 def _known_id(run: Run, name: str) -> SampleId:

@@ -1,6 +1,9 @@
-"""Asking a run: audit, spotlight, timeline, forget."""
+"""Asking a run: audit, spotlight, timeline, forget; explain and influence."""
 
 from dualform.read.audit import Audit, BookAudit
+from dualform.read.explain import Explanation
+from dualform.read.influence import Influence
+from dualform.read.removal import Removal
 from dualform.read.run import Run, open_run
 from dualform.read.scores import Check, Ranked, Ranking, Scores
 from dualform.read.spotlight import Reading, Spotlight
@@ -10,9 +13,12 @@ __all__ = [
     "Audit",
     "BookAudit",
     "Check",
+    "Explanation",
+    "Influence",
     "Ranked",
     "Ranking",
     "Reading",
+    "Removal",
     "Run",
     "Scores",
     "Spotlight",

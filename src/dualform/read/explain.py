@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Group
-from rich.text import Text
 from torch import Tensor, nn
 
 from dualform.errors import ReadingError
@@ -138,10 +136,12 @@ class Explanation(Scores):
         labels = {name: label for name, label in zip(ids, own, strict=True) if label is not None}
         return Scores(ids, values, self.queries, None, labels, f"contributions of {name}")
 
-    def __rich__(self) -> Group:
+    @property
+    def note(self) -> str:
+        """How the parts add up, and how much the integration missed."""
         worst, median = self.completeness.max(), np.median(self.completeness)
-        note = f"integration missed {median:.2%} of the change (median; at most {worst:.2%})"
-        return Group(super().__rich__(), Text(note, style="dim"))
+        missed = f"integration missed {median:.2%} of the change (median; at most {worst:.2%})"
+        return f"{super().note}\n{missed}"
 
     @property
     def _parts(self) -> Check:

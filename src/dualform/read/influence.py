@@ -55,6 +55,15 @@ class Influence(Scores):
     kept: float = 1.0
     """The share of the contributions within the leading directions; 1 if all were used."""
 
+    @property
+    def note(self) -> str:
+        """What they are, and how they were found."""
+        damped = f"damped by {self.damping:g} × the mean diagonal, " if self.damping else ""
+        return (
+            "an estimate of what leaving a sample out would take away, not an account; "
+            f"{damped}{self.kept:.0%} of the contributions within the directions kept"
+        )
+
 
 class Influencer:
     """Answers by any of the methods; keeps what does not depend on the queries."""

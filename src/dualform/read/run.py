@@ -25,9 +25,10 @@ from dualform.read.contributions import Source
 from dualform.read.explain import Explanation, make_explanation
 from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
+from dualform.read.removal import Removal, make_removal
 from dualform.read.shown import Shown, framed
 from dualform.read.spotlight import Spotlight
-from dualform.read.targets import Target
+from dualform.read.targets import Asked, Target
 from dualform.read.timeline import Timeline
 from dualform.read.weights import reconstruct, row_parts
 
@@ -256,6 +257,17 @@ class Run(Shown):
         for name, part in parts.items():
             weights[name] = (weights[name].double() - part).to(weights[name].dtype)
         return self._state_dict(weights)
+
+    def without(
+        self, ids: Sequence[SampleId], model: nn.Module, x: Any, target: Target = None
+    ) -> Removal:
+        """What becomes of predictions without these samples: their rows forgotten, or retrained.
+
+        Args:
+            x, target: as in `explain`.
+        """
+        forgotten, influence = self.forget(ids), self.influence(model, x, target)
+        return make_removal(Asked(model, x, target), ids, self._weights, forgotten, influence)
 
     def __rich__(self) -> Group:
         table = Table(show_header=False)

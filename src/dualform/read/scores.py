@@ -120,7 +120,12 @@ class Scores(Shown):
 
     def __rich__(self) -> Group:
         title = f"{self.title}: the largest of {len(self.ids):,}, for {len(self.queries)} queries"
-        return framed(title, self.top(5).table, _sum_line(self.check))
+        return framed(title, self.top(5).table, self.note)
+
+    @property
+    def note(self) -> str:
+        """What stands below a table of them: how the parts of the first query add up."""
+        return _sum_line(self.check)
 
     def _group(self, groups: Groups, sample: SampleId) -> Label:
         if isinstance(groups, str):
