@@ -105,6 +105,29 @@ def test_report(demo: Path) -> None:
     }
 
 
+def test_evaluate_retrain_and_lds(tmp_path: Path) -> None:
+    """A task in a module of the user's own folder, its ground truth, and scores held against it."""
+    (tmp_path / "mine.py").write_text("def total(ids, seed):\n    return [ids.sum(), -ids.sum()]\n")
+    asked = ("evaluate", "retrain", "mine:total", "--samples", "12", "--subsets", "6")
+    made = dualform(*asked, "--folder", "truth", "--workers", "1", "--json", cwd=tmp_path)
+    facts = json.loads(made.stdout)
+    assert facts["truth"] == "truth/truth.npz"
+    assert (facts["subsets"], facts["seeds"], facts["queries"]) == (6, 3, 2)
+    np.savez(tmp_path / "scores.npz", values=np.arange(12.0)[:, None] * [1.0, 1.0])
+    compared = ("evaluate", "lds", "scores.npz", "truth/truth.npz")
+    found = json.loads(dualform(*compared, "--json", cwd=tmp_path).stdout)
+    assert found["per_query"] == pytest.approx([1.0, -1.0])
+    assert "LDS" in dualform(*compared, cwd=tmp_path).stdout
+
+
+def test_evaluate_suspects(demo: Path) -> None:
+    asked = ("evaluate", "suspects", "runs/digits", "-k", "3")
+    assert "suspicion, largest first" in dualform(*asked, cwd=demo).stdout
+    rows = json.loads(dualform(*asked, "--json", cwd=demo).stdout)
+    assert [sorted(row) for row in rows] == [["id", "label", "suspicion"]] * 3
+    assert rows[0]["suspicion"] >= rows[1]["suspicion"] > 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,6 +146,16 @@ def test_report(demo: Path) -> None:
             ("top", "runs/digits", "--model", "dualform.demo:make_model"),
             "dualform: --model needs --input x.npy",
         ),
+        (
+            ("top", "runs/digits", "--model", "dualform.demo:load", "--input", "x.npy"),
+            "dualform: --model dualform.demo:load: module 'dualform.demo' has no attribute 'load'",
+        ),
+        (
+            ("evaluate", "retrain", "nowhere:f", "--samples", "9", "--folder", "f"),
+            "dualform: TASK nowhere:f: No module named 'nowhere'; expected package.module:function",
+        ),
+        (("evaluate", "lds", "no.npy", "no.npz"), "dualform: [Errno 2] No such file or directory"),
+        (("evaluate", "suspects", "nothing"), "dualform: 'nothing' is not a dualform run"),
     ],
 )
 def test_errors_are_one_line(demo: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `dualform demo`, `info`, `audit`, `top`, `report`."""
+"""The command line: `dualform demo`, `info`, `audit`, `top`, `report`, `evaluate`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from dualform.demo import EPOCHS, run_demo
 from dualform.errors import DualformError, ReadingError
+from dualform.evaluate import GroundTruth, Retraining, lds, load_scores, suspicion
 from dualform.explore import Query, write_report
 from dualform.ledger.samples import SampleId
 from dualform.read import Reading, Run, Spotlight, open_run
@@ -133,6 +134,63 @@ def report(run: Path, out: Path, as_json: bool, **asked: Any) -> None:
     _print_json({"report": str(page)}) if as_json else click.echo(f"Wrote {page}")
 
 
+@cli.group()
+def evaluate() -> None:
+    """Are scores right? Retrain, compare, and find suspicious labels."""
+
+
+@evaluate.command()
+@click.argument("task")
+@click.option("--samples", type=int, required=True, help="How many training samples there are.")
+@click.option("--folder", type=click.Path(path_type=Path), required=True, help="For results.")
+@click.option("--subsets", type=int, default=50, show_default=True)
+@click.option("--seeds", type=int, default=3, show_default=True)
+@click.option("--fraction", type=float, default=0.5, show_default=True)
+@click.option("--workers", type=int, help="Processes. Default: one for each core.")
+@as_json
+def retrain(task: str, as_json: bool, folder: Path, **settings: Any) -> None:
+    """Make the ground truth: train on random subsets, again and again.
+
+    TASK is package.module:function; it is called with the positions of the samples to train on
+    and a seed, and returns one number for each query. An interrupted retraining goes on.
+    """
+    truth = Retraining(_imported("TASK", task), folder=folder, **settings).run()
+    path = folder / "truth.npz"
+    if as_json:
+        _print_json({"truth": str(path), **truth.to_dict()})
+    else:
+        _print(truth)
+        click.echo(f"Wrote {path}")
+
+
+@evaluate.command("lds")
+@click.argument("scores", type=click.Path(path_type=Path))
+@click.argument("truth", type=click.Path(path_type=Path))
+@as_json
+def evaluate_lds(scores: Path, truth: Path, as_json: bool) -> None:
+    """Say how well scores foretell what retraining gives.
+
+    SCORES is a .npy file, samples × queries, or a .npz file with such `values` (and `ids`); TRUTH
+    is what `dualform evaluate retrain` wrote.
+    """
+    result = lds(load_scores(scores), GroundTruth.load(truth))
+    _print_json(result.to_dict()) if as_json else _print(result)
+
+
+@evaluate.command()
+@run_argument
+@click.option("-k", "--count", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--layer", help="Default: the last one.")
+@as_json
+def suspects(run: Path, count: int, layer: str | None, as_json: bool) -> None:
+    """Rank the samples whose labels are most likely wrong: their errors stayed large."""
+    ranking = suspicion(open_run(run), layer).top(count)
+    if as_json:
+        _print_json([{"id": r.id, "label": r.label, "suspicion": r.value} for r in ranking.rows])
+    else:
+        _print(ranking)
+
+
 def main() -> None:
     """Runs the command line; an error is one line, unless --debug asks for more."""
     try:
@@ -187,17 +245,25 @@ def _known_id(run: Run, name: str) -> SampleId:
 
 
 def _build(model: str) -> nn.Module:
-    module, _, function = model.partition(":")
-    sys.path.insert(0, "")
     try:
-        built = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError, TypeError) as error:
+        built = _imported("--model", model)()
+    except TypeError as error:
         raise ReadingError(
-            f"--model {model}: {error}; expected package.module:function, a function that takes "
-            "no arguments and returns the model."
+            f"--model {model}: {error}; expected a function that takes no arguments and returns "
+            "the model."
         ) from error
     assert isinstance(built, nn.Module)
     return built
+
+
+def _imported(what: str, name: str) -> Any:
+    """The function that a user names as package.module:function."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ReadingError(f"{what} {name}: {error}; expected package.module:function.") from error
 
 
 def _one_of_each(run: Run) -> list[str]:

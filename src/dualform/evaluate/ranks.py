@@ -56,13 +56,12 @@ class Ranks:
 
 
 def correlation(a: Array, b: Array, counts: NDArray[Any]) -> Array:
-    """(columns,): Pearson's correlation of the columns; 0 where one of them is constant."""
+    """(columns,): Pearson's correlation of columns of ranks; 0 where all ranks are the same."""
     share = counts[:, None] / counts.sum()
     a, b = (x - (x * share).sum(0) for x in (a, b))
     scale = np.sqrt((a * a * share).sum(0) * (b * b * share).sum(0))
-    found: Array = np.divide(
-        (a * b * share).sum(0), scale, out=np.zeros(len(scale)), where=scale > 0
-    )
+    differ = scale > 1e-6  # the variance of ranks is rounding, or else more than 0.1
+    found: Array = np.divide((a * b * share).sum(0), scale, out=np.zeros_like(scale), where=differ)
     return found
 
 

@@ -201,10 +201,13 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    console = Console(stderr=True)
     return Progress(
-        *columns,
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         speed_estimate_period=float("inf"),  # trainings may be minutes apart
+        disable=not (console.is_terminal or console.is_jupyter),
     )

@@ -51,18 +51,20 @@ class GroundTruth(Shown):
     def ceiling(self) -> float:
         """The LDS that a perfect prediction of the mean over all seeds would get.
 
-        The outputs are means over S seeds, and so noisy. Rankings of subsets by one seed are
-        compared with those by another, `r = mean ρ`; by Spearman and Brown the mean of S seeds has
-        the reliability `S r / (1 + (S − 1) r)`, and its root is what a perfect prediction
-        correlates with it. NaN with a single seed, which cannot be compared.
+        The outputs are means over S seeds, and so noisy. Each seed's ranking of the subsets is
+        compared with each other's. If r is the correlation of two seeds, the mean of S has the
+        reliability `S r / (1 + (S − 1) r)` (Spearman and Brown), and its root is what a perfect
+        prediction correlates with it. `ρ = 6/π asin(r/2)`, as for normal distributions, leads from
+        ranks to r and back. NaN with a single seed, which cannot be compared.
         """
         seeds = self.runs.shape[1]
         pairs = itertools.combinations(range(seeds), 2)
         found = [spearman(self.runs[:, a], self.runs[:, b]) for a, b in pairs]
         if not found:
             return float("nan")
-        r = max(float(np.mean(found)), 0.0)
-        return float(np.sqrt(seeds * r / (1 + (seeds - 1) * r)))
+        r = 2 * np.sin(np.pi / 6 * max(float(np.mean(found)), 0.0))
+        perfect = np.sqrt(seeds * r / (1 + (seeds - 1) * r))
+        return float(6 / np.pi * np.arcsin(perfect / 2))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes everything into one .npz file."""
