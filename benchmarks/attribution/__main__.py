@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.attribution import truth
+from benchmarks.attribution.data import QUERIES
 from benchmarks.attribution.method import METHODS, Cost, measured
 from benchmarks.attribution.peers import PEERS
 from benchmarks.attribution.tasks import TASKS
@@ -40,7 +41,7 @@ def row(
 def table(name: str, options: argparse.Namespace) -> None:
     """Runs every method on one task, in turns, and prints what came out."""
     Trained.of(TASKS[name], options.runs)
-    known = truth.load(name, "report", options.truth)
+    known = truth.load(name, "report", options.truth, options.queries)
     sizes = known.to_dict()
     print(
         f"\n{name}: {sizes['queries']} queries, {sizes['subsets']} halves of {sizes['samples']:,}"
@@ -50,7 +51,9 @@ def table(name: str, options: argparse.Namespace) -> None:
     costs: dict[str, list[Cost]] = {method: [] for method in options.methods}
     for _ in range(options.turns):
         for method in options.methods:
-            scores[method], cost = measured(name, method, options.runs, options.threads)
+            scores[method], cost = measured(
+                name, method, options.runs, options.threads, options.queries
+            )
             costs[method].append(cost)
     rows = [row(method, scores[method], costs[method], known) for method in options.methods]
     for _, line in sorted(rows, reverse=True):
@@ -63,6 +66,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--truth", type=Path, default=Path("truth"))
     parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("--queries", type=int, default=QUERIES, help="the first so many")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

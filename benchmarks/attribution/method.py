@@ -16,13 +16,13 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from benchmarks.attribution import ours
+from benchmarks.attribution.data import QUERIES
 from benchmarks.attribution.peers import PEERS, peer
 from benchmarks.attribution.tasks import TASKS
 from benchmarks.attribution.trained import Trained
@@ -39,27 +39,26 @@ class Cost:
 
 
 def measured(
-    task: str, method: str, runs: Path, threads: int, settings: dict[str, Any] | None = None
+    task: str, method: str, runs: Path, threads: int, queries: int
 ) -> tuple[NDArray[np.float64], Cost]:
     """Runs the method in a new process."""
     with tempfile.TemporaryDirectory() as work:
         path = Path(work) / "scores.npy"
         command = [sys.executable, "-m", __name__, task, method, str(path), "--runs", str(runs)]
-        command += ["--threads", str(threads)]
-        command += ["--settings", json.dumps(settings)] if settings else []
+        command += ["--threads", str(threads), "--queries", str(queries)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{method} on {task} failed:\n{done.stderr}")
         return np.load(path), Cost(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def run(trained: Trained, method: str, settings: dict[str, Any] | None) -> NDArray[np.float64]:
-    """Scores of one of ours, or of a peer at the given settings, else those chosen for the task."""
+def run(trained: Trained, method: str) -> NDArray[np.float64]:
+    """Scores of one of ours, or of a peer at the settings chosen for the task."""
     if method in ours.OURS:
         return ours.scores(trained, method)
     module = peer(method)
     with tempfile.TemporaryDirectory() as work:
-        return module.scores(trained, Path(work), **(settings or module.BEST[trained.task.name]))
+        return module.scores(trained, Path(work), **module.BEST[trained.task.name])
 
 
 def resident() -> float:
@@ -75,16 +74,16 @@ def main() -> None:
     parser.add_argument("path", type=Path)
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--settings", type=json.loads, help="as JSON, of a peer")
+    parser.add_argument("--queries", type=int, default=QUERIES)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(options.threads)
-    trained = Trained.of(TASKS[options.task], options.runs)
+    trained = Trained.of(TASKS[options.task], options.runs).asking(options.queries)
     trained.task.measure(trained.model())
     if options.method in PEERS:
         peer(options.method)
     before, began = resident(), time.perf_counter()
-    found = run(trained, options.method, options.settings)
+    found = run(trained, options.method)
     seconds = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
     np.save(options.path, found)

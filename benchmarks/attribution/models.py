@@ -21,14 +21,14 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """Two convolutions with strides, two linear layers: 29,000 parameters."""
+    """Two convolutions with strides, two linear layers: 57,000 parameters."""
     return nn.Sequential(
-        nn.Conv2d(1, 8, 5, stride=2),
+        nn.Conv2d(1, 16, 5, stride=2),
         nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2),
+        nn.Conv2d(16, 32, 3, stride=2),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(400, 64),
+        nn.Linear(800, 64),
         nn.ReLU(),
         nn.Linear(64, 10),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,10 @@ class Trained:
         if not trained._kept.exists():
             trained._train()
         return trained
+
+    def asking(self, queries: int) -> Trained:
+        """The same run, asked about the first queries only."""
+        return replace(self, task=replace(self.task, asked=queries))
 
     @property
     def ledger(self) -> Path:

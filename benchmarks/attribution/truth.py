@@ -42,9 +42,10 @@ def retraining(
     return Retraining(partial(outputs, name), samples, path, subsets, seeds, 0.5, workers, seed)
 
 
-def load(name: str, part: str, where: Path) -> GroundTruth:
-    """The finished ground truth of a task."""
-    return GroundTruth.load(where / name / part / "truth.npz")
+def load(name: str, part: str, where: Path, queries: int) -> GroundTruth:
+    """The finished ground truth of a task, of its first queries."""
+    whole = GroundTruth.load(where / name / part / "truth.npz")
+    return GroundTruth(whole.members, whole.runs[:, :, :queries])
 
 
 def main() -> None:

@@ -22,11 +22,17 @@ from benchmarks.attribution.trained import Trained
 
 SETTINGS: list[dict[str, Any]] = [
     {"dimension": dimension, "ridge": ridge}
-    for dimension in (1024, 4096)
-    for ridge in (0.0, 1.0, 10.0, 100.0)
+    for dimension in (2048, 8192)
+    for ridge in (0.0, 100.0, 300.0, 1000.0, 3000.0)
 ]
-BEST: dict[str, dict[str, Any]] = {}
-BATCH = 250
+BEST: dict[str, dict[str, Any]] = {
+    "mlp": {"dimension": 8192, "ridge": 3000.0},
+    "mlp-adamw": {"dimension": 8192, "ridge": 3000.0},
+    "cnn": {"dimension": 8192, "ridge": 10000.0},
+    "cnn-adamw": {"dimension": 8192, "ridge": 10000.0},
+    "text": {"dimension": 8192, "ridge": 3.0},
+}
+BATCH = 1000  # the projection is drawn again for each
 NAME = "queries"
 
 
