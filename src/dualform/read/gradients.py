@@ -207,8 +207,8 @@ class Gradients:
         assert self._direct is not None
         for at, query in enumerate(queries):
             with _differentiable():
-                value = self._asked.asked_of(self._asked.output(self._model, [query]), [query])
-            for name, gradient in self._gradients(value.sum(), sorted(self._direct)).items():
+                value = self._asked.asked_of(self._asked.output(self._model, [query]), [query])[0]
+            for name, gradient in self._gradients(value, sorted(self._direct)).items():
                 total.directions[name][at].add_(gradient, alpha=weight)
 
 
