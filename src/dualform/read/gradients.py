@@ -72,8 +72,8 @@ class Weighted:
     """
 
     directions: dict[str, Tensor]
-    _pending: dict[tuple[str, Term], list[Any]] = field(default_factory=dict)
-    """(queries, rows of each, …) of both sides."""
+    _pending: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    """(queries, rows of each, …) of both sides, by book, term and size of the blocks."""
     _bytes: int = 0
 
     def add(self, part: Part, weight: float) -> None:
@@ -85,14 +85,15 @@ class Weighted:
         else:
             a = a * weight
         split = [None if t is None else _by_query(t, part.queries) for t in (a, b)]
-        self._pending.setdefault((part.book, part.term), []).append((split[0], split[1]))
+        sizes = [None if t is None else t.shape[1:] for t in (a, b)]
+        self._pending.setdefault((part.book, part.term, *sizes), []).append((split[0], split[1]))
         self._bytes += a.nbytes + (0 if b is None else b.nbytes)
         if self._bytes > PENDING_BYTES:
             self.settle()
 
     def settle(self) -> None:
         """Adds up what is pending."""
-        for (book, term), parts in self._pending.items():
+        for (book, term, *_), parts in self._pending.items():
             direction = self.directions[book]
             direction += _sums(parts, term, direction)
         self._pending.clear()
