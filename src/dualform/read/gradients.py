@@ -180,10 +180,10 @@ class Gradients:
                 "the target cannot be differentiated: nothing connects it with the parameters "
                 "(argmax, or a detached tensor?). Ask for a logit, a probability or a loss."
             )
-        parameters = [self._parameters[name] for name in names]
-        found = torch.autograd.grad(value, parameters, allow_unused=True)
-        pairs = zip(names, parameters, found, strict=True)
-        return {name: torch.zeros_like(p) if g is None else g for name, p, g in pairs}
+        self._model.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]  # reentrant checkpoints need it
+        found = {name: self._parameters[name] for name in names}
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in found.items()}
 
     def _parts(self, rows: Rows, queries: int) -> Iterable[Part]:
         """A use's rows by query; none where no dimension counts queries."""
