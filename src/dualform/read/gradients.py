@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.errors import ReadingError
 from dualform.ledger import Stream, Term
@@ -124,6 +124,9 @@ class Gradients:
 
     def __init__(self, asked: Asked, names: Sequence[str]) -> None:
         self._asked, self._model = asked, copy.deepcopy(asked.model).requires_grad_(False)
+        for module in self._model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.scale_grad_by_freq = False  # what it scales is no derivative
         known = dict(self._model.named_parameters())
         self._parameters = {name: known[name].requires_grad_() for name in names}
         self._find = Finder(self._parameters)
