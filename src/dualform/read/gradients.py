@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.errors import ReadingError
 from dualform.ledger import Stream, Term
@@ -72,8 +72,8 @@ class Weighted:
     """
 
     directions: dict[str, Tensor]
-    _pending: dict[tuple[str, Term], list[Any]] = field(default_factory=dict)
-    """(queries, rows of each, …) of both sides."""
+    _pending: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
+    """(queries, rows of each, …) of both sides, by book, term and size of the blocks."""
     _bytes: int = 0
 
     def add(self, part: Part, weight: float) -> None:
@@ -85,14 +85,15 @@ class Weighted:
         else:
             a = a * weight
         split = [None if t is None else _by_query(t, part.queries) for t in (a, b)]
-        self._pending.setdefault((part.book, part.term), []).append((split[0], split[1]))
+        sizes = [None if t is None else t.shape[1:] for t in (a, b)]
+        self._pending.setdefault((part.book, part.term, *sizes), []).append((split[0], split[1]))
         self._bytes += a.nbytes + (0 if b is None else b.nbytes)
         if self._bytes > PENDING_BYTES:
             self.settle()
 
     def settle(self) -> None:
         """Adds up what is pending."""
-        for (book, term), parts in self._pending.items():
+        for (book, term, *_), parts in self._pending.items():
             direction = self.directions[book]
             direction += _sums(parts, term, direction)
         self._pending.clear()
@@ -123,6 +124,9 @@ class Gradients:
 
     def __init__(self, asked: Asked, names: Sequence[str]) -> None:
         self._asked, self._model = asked, copy.deepcopy(asked.model).requires_grad_(False)
+        for module in self._model.modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.scale_grad_by_freq = False  # what it scales is no derivative
         known = dict(self._model.named_parameters())
         self._parameters = {name: known[name].requires_grad_() for name in names}
         self._find = Finder(self._parameters)
@@ -179,10 +183,10 @@ class Gradients:
                 "the target cannot be differentiated: nothing connects it with the parameters "
                 "(argmax, or a detached tensor?). Ask for a logit, a probability or a loss."
             )
-        parameters = [self._parameters[name] for name in names]
-        found = torch.autograd.grad(value, parameters, allow_unused=True)
-        pairs = zip(names, parameters, found, strict=True)
-        return {name: torch.zeros_like(p) if g is None else g for name, p, g in pairs}
+        self._model.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]  # reentrant checkpoints need it
+        found = {name: self._parameters[name] for name in names}
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in found.items()}
 
     def _parts(self, rows: Rows, queries: int) -> Iterable[Part]:
         """A use's rows by query; none where no dimension counts queries."""
@@ -207,8 +211,8 @@ class Gradients:
         assert self._direct is not None
         for at, query in enumerate(queries):
             with _differentiable():
-                value = self._asked.asked_of(self._asked.output(self._model, [query]), [query])
-            for name, gradient in self._gradients(value.sum(), sorted(self._direct)).items():
+                value = self._asked.asked_of(self._asked.output(self._model, [query]), [query])[0]
+            for name, gradient in self._gradients(value, sorted(self._direct)).items():
                 total.directions[name][at].add_(gradient, alpha=weight)
 
 

@@ -49,7 +49,8 @@ class Asked:
         self.axis = min(usual_axis(model), given.ndim - 1)
         """Which dimension of x counts the queries."""
         self.count = int(given.shape[self.axis])
-        self._leaves, self._tree = tree_flatten(x)
+        leaves, self._tree = tree_flatten(x)
+        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._target, self._labels, asked = self._read(target)
         self.names = [f"{query}: {words}" for query, words in enumerate(asked)]
 
