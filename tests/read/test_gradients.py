@@ -13,8 +13,6 @@ from tests.grid.cases import CASES
 from tests.grid.grid import problem as grid_problem
 from torch import Tensor, nn
 
-from dualform.errors import ReadingError
-from dualform.read import gradients, targets
 from dualform.read.gradients import Gradients
 from dualform.read.targets import Asked
 

@@ -20,7 +20,7 @@ from dualform.ledger import Book
 from dualform.ledger.samples import SampleId
 from dualform.read.contributions import Source
 from dualform.read.grouped import Grouping, Records
-from dualform.read.matrix import Contributions
+from dualform.read.matrix import Contributions, times
 from dualform.read.path import LineGradients, along_line
 from dualform.read.scores import Array, Check, Scores
 from dualform.read.targets import Asked, Target
@@ -42,7 +42,7 @@ class Questions:
     def sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> dict[str, Array]:
         """(groups, queries) for each book: what the rows of each group contributed."""
         matrix = Contributions(self.source.accounting, grouping, books)
-        found = matrix.times(self.directions)
+        found = times(matrix, self.directions)
         return {name: part.numpy() for name, part in found.items()}
 
     def applied(self, part: Callable[[Book], Tensor]) -> Array:

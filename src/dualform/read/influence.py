@@ -23,9 +23,9 @@ from dualform.read.explain import ends, query_batches
 from dualform.read.factors import EigenBases, ekfac
 from dualform.read.gradients import Gradients
 from dualform.read.grouped import Grouping, Records
-from dualform.read.matrix import Contributions, Natural, Turn, Weighing
+from dualform.read.matrix import Contributions, Kept, Matrix, Natural, Turn, Weighing, times
 from dualform.read.path import along_line
-from dualform.read.ridge import Ridge, make_ridge
+from dualform.read.ridge import Ridge, free_memory, make_ridge
 from dualform.read.scores import Scores
 from dualform.read.targets import Asked, Parameters, Target
 
@@ -134,13 +134,20 @@ class Influencer:
     def _ridge(
         self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, rank: int
     ) -> Tensor:
-        source, matrix = self._source, self._matrix()
-        if (method, rank) not in self._ridges:
-            natural = Natural(source.accounting, Grouping.by_sample(source.numbers))
-            self._ridges[method, rank] = make_ridge(natural, rank)
-        first, last = ends(model, source)
+        first, last = ends(model, self._source)
         line = along_line(asked, first, last, queries, TOLERANCE)
+        matrix: Matrix = self._matrix()
+        if (method, rank) not in self._ridges:
+            matrix = self._natural()
+            self._ridges[method, rank] = make_ridge(matrix, rank)
         return self._ridges[method, rank].solve(_products(matrix, line.directions), damping)
+
+    def _natural(self) -> Matrix:
+        """In memory if that takes little of it, since it is gone through three times."""
+        source = self._source
+        natural = Natural(source.accounting, Grouping.by_sample(source.numbers))
+        size = 4 * natural.groups * sum(book.size for book in source.ledger.info.books)
+        return Kept(natural) if 4 * size < free_memory() else natural
 
     def _fisher(
         self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, rank: int
@@ -205,5 +212,5 @@ def gradients_at(asked: Asked, point: Parameters, queries: Any) -> dict[str, Ten
     return {name: torch.cat([part[name] for part in parts]) for name in point}
 
 
-def _products(matrix: Contributions, directions: Parameters) -> Tensor:
-    return torch.stack(list(matrix.times(directions).values())).sum(0)
+def _products(matrix: Matrix, directions: Parameters) -> Tensor:
+    return torch.stack(list(times(matrix, directions).values())).sum(0)

@@ -7,9 +7,11 @@ directions, its Gram matrix, its leading directions) is a sum over those.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,10 +41,17 @@ class Columns:
     rows: slice
     values: Tensor
     """(groups, columns)."""
+    scale: Tensor | float = 1.0
+    """(columns,): what they were divided by, so that directions must be multiplied by it."""
 
     def of(self, directions: Tensor) -> Tensor:
         """(directions, columns): the same part of directions (directions, *shape of the book)."""
-        return self.matrices(directions)[:, self.rows].flatten(1).to(self.values)
+        return self.matrices(directions)[:, self.rows].flatten(1).to(self.values) * self.scale
+
+    def divided(self, scale: Tensor | float) -> Columns:
+        """The same in other units, in place."""
+        self.values.div_(scale)
+        return replace(self, scale=scale)
 
     def matrices(self, directions: Tensor) -> Tensor:
         """(directions, height, width): directions as the matrices that the columns are from."""
@@ -79,23 +88,17 @@ class Contributions:
 
     def columns(self) -> Iterator[Columns]:
         """All columns, some at a time; each is valid until the next."""
+        buffer = torch.empty(0, device=self._accounting.device)
         for book in self.books:
             term = next(iter(book.terms.values()))
             for rows in self._parts(book, term):
                 shape = (self.groups, rows.stop - rows.start, _shape(book, term)[1])
-                values = torch.zeros(shape, device=self._accounting.device)
+                if buffer.numel() < math.prod(shape):
+                    buffer = buffer.new_empty(math.prod(shape))
+                values = buffer[: math.prod(shape)].view(shape).zero_()
                 for stream, own in book.terms.items():
                     self._add(values, book, term, stream, own, rows)
                 yield Columns(book, term, rows, values.flatten(1))
-
-    def times(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """(groups, directions) for each book: `C d`, by the book's share of it, in float64."""
-        found: dict[str, Tensor] = {}
-        for columns in self.columns():
-            name = columns.book.name
-            part = (columns.values @ columns.of(directions[name]).T).double().cpu()
-            found[name] = found[name] + part if name in found else part
-        return found
 
     def _parts(self, book: Book, term: Term) -> list[slice]:
         """The rows of the book's matrix in parts whose columns fit into memory."""
@@ -163,6 +166,39 @@ class Contributions:
         return numbers.cpu()[records.steps]
 
 
+class Matrix(Protocol):
+    """Groups × parameters, some columns at a time."""
+
+    @property
+    def groups(self) -> int:
+        """How many rows it has."""
+
+    def columns(self) -> Iterator[Columns]:
+        """All columns; each is valid until the next."""
+
+
+def times(matrix: Matrix, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """(groups, directions) for each book: `C d`, by the book's share of it, in float64."""
+    found: dict[str, Tensor] = {}
+    for columns in matrix.columns():
+        name = columns.book.name
+        part = (columns.values @ columns.of(directions[name]).T).double().cpu()
+        found[name] = found[name] + part if name in found else part
+    return found
+
+
+class Kept:
+    """A matrix that is gone through several times, in memory."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.groups = matrix.groups
+        self._columns = [replace(c, values=c.values.clone()) for c in matrix.columns()]
+
+    def columns(self) -> Iterator[Columns]:
+        """All columns."""
+        return iter(self._columns)
+
+
 class Natural:
     """`C h^(−½)`: contributions in the metric of the optimizer, which moved parameters by it.
 
@@ -181,14 +217,12 @@ class Natural:
         """All columns, some at a time; each is valid until the next."""
         if isinstance(self._accounting.rule, ScalarRule):
             for columns in self._matrix.columns():
-                columns.values.div_(self._size(columns.book) ** 0.5)
-                yield columns
+                yield columns.divided(self._size(columns.book) ** 0.5)
             return
         for columns, plain in zip(self._matrix.columns(), self._plain.columns(), strict=True):
             moved, gradient = (c.values.square().mean(0).sqrt_() for c in (columns, plain))
             h = torch.where(gradient > 0, moved / gradient, 1.0).clamp_min_(1e-12)
-            columns.values.div_(h.sqrt_())
-            yield columns
+            yield columns.divided(h.sqrt_())
 
     def _factors(self, book: Book, records: Records) -> Tensor:
         """Gradients as the optimizer saw them."""

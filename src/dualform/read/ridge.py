@@ -8,16 +8,14 @@ not dropped: there the Gram matrix is taken for a multiple of the identity, its 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
-from dualform.read.matrix import Columns
+from dualform.read.matrix import Matrix
 
 OVERSAMPLED = 16
 """How many more directions are tried than are kept."""
@@ -60,17 +58,6 @@ class Ridge:
         if self.Q is None:
             return solved
         return self.Q @ solved + (b - self.Q @ inside) / (added + self.tail)
-
-
-class Matrix(Protocol):
-    """Samples × parameters, some columns at a time."""
-
-    @property
-    def groups(self) -> int:
-        """How many samples there are."""
-
-    def columns(self) -> Iterator[Columns]:
-        """All columns."""
 
 
 def make_ridge(matrix: Matrix, rank: int) -> Ridge:
