@@ -45,6 +45,11 @@ class Questions:
         found = times(matrix, self.directions)
         return {name: part.numpy() for name, part in found.items()}
 
+    def total(self, sums: Mapping[str, Array], grouping: Grouping) -> Array:
+        """(groups, queries): the sum over books, of which there may be none."""
+        queries = len(next(iter(self.directions.values())))
+        return np.zeros((grouping.count, queries)) + sum(sums.values())
+
     def applied(self, part: Callable[[Book], Tensor]) -> Array:
         """(queries,): the share of a part of each parameter, summed."""
         shares = [
@@ -102,7 +107,7 @@ class Explanation(Scores):
         for name, share in self.books.items():
             layer = _layer(name)
             shares[layer] = shares[layer] + share if layer in shares else share
-        values = np.stack(list(shares.values()))
+        values = np.array(list(shares.values())).reshape(len(shares), len(self.queries))
         return Scores(list(shares), values, self.queries, self.check, {}, "contributions by layer")
 
     @cached_property
@@ -113,8 +118,7 @@ class Explanation(Scores):
     def timeline(self, by: str = "step") -> Timeline:
         """Contributions summed by "step" or by "epoch"."""
         until = self._source.until
-        sums = [sum(q.sums(Grouping.by_step(until)).values()) for q in self.questions]
-        steps = np.concatenate([np.asarray(s) for s in sums], axis=1)[1:]
+        steps = self._sums(Grouping.by_step(until))[1:]
         return make_timeline(self._source.ledger, steps, by, self.queries, self.check)
 
     def layer(self, name: str) -> Scores:
@@ -160,9 +164,11 @@ class Explanation(Scores):
             raise ReadingError(f"layer '{layer}' is not in this run by row; it has {names}.")
         return books
 
-    def _sums(self, grouping: Grouping, books: Sequence[Book]) -> Array:
-        parts = [sum(q.sums(grouping, books).values()) for q in self.questions]
-        return np.concatenate([np.asarray(part) for part in parts], axis=1)
+    def _sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> Array:
+        """(groups, queries): what the rows of each group contributed, over some books."""
+        return np.concatenate(
+            [q.total(q.sums(grouping, books), grouping) for q in self.questions], 1
+        )
 
 
 def _layer(book: str) -> str:
@@ -214,9 +220,9 @@ def _explained(
 ) -> Explanation:
     line = along_line(asked, first, last, batch, tolerance)
     questions = Questions(line.directions, source)
-    sums = questions.sums(Grouping.by_sample(source.numbers))
-    none = np.zeros((len(source.ids), len(batch)))
-    values = none + sum(sums.values())
+    by_sample = Grouping.by_sample(source.numbers)
+    sums = questions.sums(by_sample)
+    values = questions.total(sums, by_sample)
     shares = {name: part.sum(0) for name, part in sums.items()}
     names = [asked.names[query] for query in batch]
     return Explanation(

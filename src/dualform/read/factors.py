@@ -77,7 +77,8 @@ def _bases(
     on_b = torch.zeros(width, width, dtype=torch.float64)
     for stream, term in book.terms.items():
         chosen = torch.nonzero(weighing(book, records[stream])).flatten()
-        for part in torch.split(chosen, max(1, ROW_BYTES // records[stream].record_bytes())):
+        each = max(1, ROW_BYTES // records[stream].record_bytes())
+        for part in torch.split(chosen, each) if len(chosen) else ():
             sides = Sides.of(term.form, *records[stream].gather(part), term.groups, term.at)
             if sides.a.shape[1] != height:
                 return None, None  # rows of a part of the matrix

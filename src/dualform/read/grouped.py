@@ -145,6 +145,8 @@ def add_records(
     changes rows before they are added.
     """
     chosen = torch.nonzero(weights).flatten()
+    if not len(chosen):
+        return
     columns = (c[chosen] for c in (records.steps, records.samples, records.positions))
     order = chosen[torch.argsort(grouping.of(*columns), stable=True)]
     for part in torch.split(order, max(1, ROW_BYTES // records.record_bytes())):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualform.errors import ReadingError
+from dualform.errors import ReadingError, UnknownSampleError
 from dualform.ledger import Book
 from dualform.read.contributions import Source
 from dualform.read.explain import ends, query_batches
@@ -97,6 +97,10 @@ class Influencer:
                 f"in units of the mean diagonal, and is {usual} by default."
             )
         asked, source = Asked(model, x, target), self._source
+        if not source.ids:
+            raise UnknownSampleError(
+                "this run knows no samples: no layer of it was booked by row; audit() says why."
+            )
         rank = self._rank(rank)
         parts = [
             answer(asked, model, queries, method, chosen, rank)
@@ -165,7 +169,7 @@ class Influencer:
         """Learning rates in place of coefficients, gradients at the steps that were kept."""
         ledger, until = self._source.ledger, self._source.until
         kept = sorted({*(step for step in ledger.kept_steps if step < until), until})
-        parts = []
+        parts = [torch.zeros(len(self._source.ids), len(queries), dtype=torch.float64)]
         for begin, end in pairwise(kept):
             weights = self._source.weights if end == until else ledger.weights(end)
             point = {book.name: weights[book.name] for book in ledger.info.books}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -134,7 +135,7 @@ def spans_of(ledger: Ledger, until: int, size: int) -> list[tuple[int, int]]:
     """First and last steps of the spans up to a step, for a book of so many numbers."""
     kept = [step for step in ledger.kept_steps if step < until]
     spans = []
-    for begin, end in zip(kept, [*kept[1:], until], strict=True):
+    for begin, end in pairwise([*kept, until]):
         count = end - begin
         length = max(math.isqrt(count) + 1, SPAN_BYTES // (32 * size))
         spans += [(at + 1, min(at + length, end)) for at in range(begin, end, length)]

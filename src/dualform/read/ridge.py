@@ -51,6 +51,8 @@ class Ridge:
     def solve(self, b: Tensor, damping: float) -> Tensor:
         """(samples, queries): `(1 + C Cᵀ / λ)⁻¹ b` with `λ = damping · scale`."""
         added = damping * self.scale
+        if not added:  # nothing was contributed
+            return b
         b = b * added
         system = self.M + added * torch.eye(len(self.M), dtype=torch.float64)
         inside = b if self.Q is None else self.Q.T @ b

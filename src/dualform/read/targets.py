@@ -5,6 +5,7 @@ A target is the model's output for a class, a function of the output, or a loss 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -42,29 +43,31 @@ class Asked:
 
     def __init__(self, model: nn.Module, x: Any, target: Target = None) -> None:
         _refuse_random(model)
+        _refuse_changing(model)
         given = first_tensor(x)
-        if given is None:
-            raise ReadingError("explain and influence need queries as tensors; x holds none.")
+        if given is None or not given.numel():
+            held = "no tensor" if given is None else f"one of shape {tuple(given.shape)}"
+            raise ReadingError(f"x must hold queries as a tensor, at least one; it holds {held}.")
         self.model = model
         self.axis = min(usual_axis(model), given.ndim - 1)
         """Which dimension of x counts the queries."""
         self.count = int(given.shape[self.axis])
         leaves, self._tree = tree_flatten(x)
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._together = TOGETHER
         self._target, self._labels, asked = self._read(target)
         self.names = [f"{query}: {words}" for query, words in enumerate(asked)]
+        self._together = TOGETHER if self._separable() else 1
 
     def batches(self, queries: Sequence[int]) -> list[Sequence[int]]:
         """The queries in parts that the model is called with."""
-        return [queries[at : at + TOGETHER] for at in range(0, len(queries), TOGETHER)]
+        size = self._together
+        return [queries[at : at + size] for at in range(0, len(queries), size)]
 
     def output(self, call: Callable[..., Any], queries: Sequence[int]) -> Any:
         """What the model gives for some queries."""
         at = torch.tensor(queries)
-        leaves = [
-            leaf.index_select(self.axis, at.to(leaf.device)) if self._counts(leaf) else leaf
-            for leaf in self._leaves
-        ]
+        leaves = [self._chosen(leaf, at) for leaf in self._leaves]
         args, kwargs = arguments(tree_unflatten(leaves, self._tree))
         return call(*args, **kwargs)
 
@@ -96,9 +99,24 @@ class Asked:
             )
         return value.reshape(())
 
-    def _counts(self, leaf: Any) -> bool:
-        """Whether an argument has one entry for each query."""
-        return _length(leaf, self.axis) == self.count
+    def _chosen(self, leaf: Any, queries: Tensor) -> Any:
+        """The entries of some queries, where an argument has one for each."""
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf
+        axis = min(self.axis, leaf.ndim - 1)
+        every = leaf.shape[axis] == self.count
+        return leaf.index_select(axis, queries.to(leaf.device)) if every else leaf
+
+    def _separable(self) -> bool:
+        """Whether queries that are asked together get the numbers they get alone.
+
+        They do not where the target is a mean over the batch, or an output cannot be split.
+        """
+        some = range(min(3, self.count))
+        alone = [self.values({}, [query]) for query in some]
+        wide = any(p.dtype in (torch.float32, torch.float64) for p in self.model.parameters())
+        tolerance = 1e-4 if wide else 3e-2
+        return torch.allclose(self.values({}, some), torch.cat(alone), tolerance, tolerance)
 
     def _read(self, target: Target) -> tuple[Callable[..., Tensor], Tensor | None, list[str]]:
         """The function of output (and labels), the labels, and the target in words."""
@@ -117,11 +135,15 @@ class Asked:
             found = [_outputs(self.output(self.model, b)) for b in self.batches(asked)]
         if target is None:
             return torch.cat(found).argmax(1).cpu()
-        width, classes = found[0].shape[1], torch.as_tensor(target)
+        width, classes = found[0].shape[1], _integers(target)
         if classes.ndim == 0:
             classes = classes.expand(self.count)
         self._check_length(classes, "classes")
-        if classes.is_floating_point() or bool((classes < 0).any() or (classes >= width).any()):
+        if (
+            classes.is_floating_point()
+            or classes.ndim != 1
+            or bool((classes < 0).any() or (classes >= width).any())
+        ):
             raise ReadingError(
                 f"target={target!r}: the model has outputs 0 to {width - 1}; give one for all "
                 "queries, one for each, a function of the output, or (loss, labels)."
@@ -136,6 +158,16 @@ class Asked:
             )
 
 
+def _integers(target: Any) -> Tensor:
+    try:
+        return torch.as_tensor(target)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ReadingError(
+            f"target={target!r}: give a class (an integer) for all queries, one for each, a "
+            "function of the output, or (loss, labels)."
+        ) from error
+
+
 def _length(leaf: Any, axis: int) -> int | None:
     return leaf.shape[axis] if isinstance(leaf, Tensor) and leaf.ndim > axis else None
 
@@ -144,14 +176,24 @@ def _split(output: Any, count: int, axis: int) -> list[Any]:
     """The output of each query, as if the model had been called with it alone."""
 
     def split(leaf: Any) -> Sequence[Any]:
-        for dimension in (axis, 0):
+        sequences = isinstance(leaf, Tensor) and leaf.ndim > 2
+        for dimension in (axis, 0) if sequences else (0, axis):
             if _length(leaf, dimension) == count:
                 return torch.split(leaf, 1, dimension)
-        return [leaf] * count
+        holds = not isinstance(leaf, Tensor) and getattr(leaf, "__dict__", None)
+        return _split_object(leaf, count, axis) if holds else [leaf] * count
 
     leaves, tree = tree_flatten(output)
     parts = zip(*map(split, leaves), strict=True)
     return [tree_unflatten(list(part), tree) for part in parts]
+
+
+def _split_object(output: Any, count: int, axis: int) -> list[Any]:
+    """The same for an object of any class, by its attributes."""
+    parts = [copy.copy(output) for _ in range(count)]
+    for part, attributes in zip(parts, _split(vars(output), count, axis), strict=True):
+        vars(part).update(attributes)
+    return parts
 
 
 def _outputs(output: Any) -> Tensor:
@@ -182,4 +224,15 @@ def _refuse_random(model: nn.Module) -> None:
             raise ReadingError(
                 f"the model is in training mode, and '{name}' ({type(module).__name__}) makes its "
                 "output random or dependent on the batch; call model.eval() first."
+            )
+
+
+def _refuse_changing(model: nn.Module) -> None:
+    """What changes its weights when it is called has no derivative, and would not be left as is."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ReadingError(
+                f"'{name}' ({type(module).__name__}) has max_norm={module.max_norm}: it changes "
+                "its weights whenever it is called, and its output cannot be differentiated; limit "
+                "its rows after optimizer.step() instead."
             )

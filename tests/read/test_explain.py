@@ -1,0 +1,252 @@
+"""A whole network's output as an account of the training samples: parts and sums."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.grid.optimizers import OPTIMIZERS
+from torch import Tensor, nn
+
+from dualform.memory.blocks import from_matrix, matrix_shape
+from dualform.read import explain, targets
+from dualform.read.explain import Explanation
+from dualform.read.grouped import Grouping
+from dualform.read.matrix import Contributions
+from dualform.read.weights import reconstruct, row_parts
+
+MANY = [
+    name
+    for name in ("SGD, Nesterov", "AdamW, amsgrad", "Adafactor", "Lion", "Muon")
+    if name in OPTIMIZERS
+]
+STREAMS = (
+    "Linear, tied",
+    "Functional",
+    "Embedding, tied head",
+    "MultiheadAttention",
+    "Conv2d, groups",
+    "ConvTranspose2d, groups",
+)
+"""Books with several streams, parts of a parameter, other views of it, groups."""
+ROUNDING = 1e-6
+"""Columns are held in float32."""
+
+Make = Callable[..., Any]
+
+
+def total(output: Tensor) -> Tensor:
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(5)).to(output)
+    return (output * weights).sum()
+
+
+def close(one: Any, other: Any, tolerance: float = ROUNDING) -> bool:
+    """Equal, relative to the largest of them."""
+    one, other = np.asarray(one), np.asarray(other)
+    return bool(np.abs(one - other).max() <= tolerance * np.abs(other).max())
+
+
+def assert_sum(made: Any, explanation: Explanation, tolerance: float) -> None:
+    """The parts add up; the remainder is what integration, books and rounding left, no more."""
+    check, (questions,) = explanation.check, explanation.questions
+    assert check is not None
+    parts = explanation.initial + explanation.values.sum(0) + check.steps + explanation.remainder
+    np.testing.assert_allclose(parts, explanation.total, rtol=0, atol=1e-12)
+    before = {n: w for n, w in made.run.at(0).state_dict().items() if n in questions.directions}
+    assert (explanation.completeness <= tolerance).all()
+    books = reconstruct(made.run._accounting)
+    left = {n: made.run.state_dict()[n].double() - book for n, book in books.items()}
+    gone = made.along(questions.directions, left).numpy()
+    changed = {n: made.run.state_dict()[n] - w for n, w in before.items()}
+    explained = made.along(questions.directions, changed).numpy()
+    gross = np.abs(explanation.values).sum(0)
+    bound = explanation.completeness * np.abs(explained) * 1.01 + np.abs(gone) + ROUNDING * gross
+    assert (np.abs(explanation.remainder) <= bound + 1e-12).all()
+
+
+@pytest.mark.parametrize("optimizer", MANY)
+def test_a_score_is_what_is_missing_once_the_sample_is_forgotten(
+    optimizer: str, recorded: Make
+) -> None:
+    made = recorded(optimizer)
+    found = made.run.explain(made.model, made.x[:3], target=1)
+    assert close(found.values, made.account(found))
+    assert_sum(made, found, 1e-3)
+    np.testing.assert_allclose(found.total, made.model(made.x[:3])[:, 1].detach(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", STREAMS)
+@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", "AdamW, amsgrad"])
+def test_accounts_of_parameters_used_in_several_ways(
+    case: str, optimizer: str, recorded_case: Make
+) -> None:
+    made = recorded_case(case, optimizer)
+    found = made.run.explain(made.model, made.x[:2], total)
+    assert close(found.values, made.account(found))
+    assert_sum(made, found, 1e-3)
+
+
+@pytest.mark.parametrize(("activation", "tolerance"), [(nn.Tanh, 1e-8), (nn.ReLU, 1e-3)])
+def test_completeness(activation: type[nn.Module], tolerance: float, recorded: Make) -> None:
+    """Smooth networks to nearly all digits; kinks within what is asked."""
+    made = recorded("SGD, Nesterov", activation)
+    found = made.run.explain(made.model, made.x[1:5], target=2, tolerance=tolerance)
+    assert_sum(made, found, tolerance)
+
+
+def test_every_grouping_has_the_same_sum(recorded_case: Make) -> None:
+    made = recorded_case("TransformerEncoder", "AdamW, amsgrad")
+    found = made.run.explain(made.model, made.x[:3], total)
+    evidence = found.values.sum(0)
+    assert close(found.by_layer.values.sum(0), evidence)
+    for by in (found.by_step, found.timeline("epoch")):
+        assert close(by.values.sum(0), evidence)
+    layers = {layer: found.layer(layer).values for layer in found.by_layer.ids}
+    assert close(sum(layers.values()), found.values)
+    for layer, share in zip(found.by_layer.ids, found.by_layer.values, strict=True):
+        positions = found.positions(layer)
+        by_sample = positions.values.reshape(*found.values.shape[:1], -1, 3).sum(1)
+        assert close(by_sample, layers[layer]), layer
+        assert close(layers[layer].sum(0), share, 10 * ROUNDING), layer
+        assert positions.ids[-1].startswith(f"{found.ids[-1]}["), layer
+
+
+def test_queries_do_not_depend_on_each_other(
+    recorded: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked one at a time, in batches of the model, or in several scans: the same."""
+    made = recorded("AdamW, amsgrad")
+    whole = made.run.explain(made.model, made.x[:5])
+    single = [made.run.explain(made.model, made.x[at : at + 1]) for at in range(5)]
+    monkeypatch.setattr(targets, "TOGETHER", 2)
+    calls = made.run.explain(made.model, made.x[:5])
+    each = sum(4 * book.size for book in made.run.info.books)
+    monkeypatch.setattr(explain, "QUERY_BYTES", 2 * each)
+    scans = made.run.explain(made.model, made.x[:5])
+    assert [len(q.directions["0.weight"]) for q in scans.questions] == [2, 2, 1]
+    one_by_one = np.concatenate([one.values for one in single], axis=1)
+    for other in (calls.values, scans.values, one_by_one):
+        assert close(other, whole.values)
+    assert scans.queries == calls.queries == whole.queries
+    for part in ("initial", "remainder", "total", "completeness"):
+        np.testing.assert_allclose(getattr(scans, part), getattr(whole, part), atol=1e-6)
+    assert close(scans.by_layer.values, whole.by_layer.values)
+    assert close(scans.by_step.values, whole.by_step.values)
+    assert len(whole.by_step.values) == made.run.steps > len(whole.timeline("epoch").values) > 1
+    assert close(scans.layer("2").values, whole.layer("2").values)
+
+
+@pytest.mark.parametrize("optimizer", MANY)
+@pytest.mark.parametrize("by", ["sample", "step", "position"])
+def test_columns_in_small_memory(optimizer: str, by: str, recorded: Make) -> None:
+    made = recorded(optimizer)
+    groupings = {
+        "sample": Grouping.by_sample(made.run._source.numbers),
+        "step": Grouping.by_step(made.run.steps),
+        "position": Grouping.by_position(made.run._source.numbers, 1),
+    }
+    assert_columns(made, groupings[by])
+
+
+@pytest.mark.parametrize("case", STREAMS)
+@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", "AdamW, amsgrad"])
+def test_columns_of_books_with_several_streams(
+    case: str, optimizer: str, recorded_case: Make
+) -> None:
+    made = recorded_case(case, optimizer)
+    assert_columns(made, Grouping.by_sample(made.run._source.numbers))
+
+
+def assert_columns(made: Any, grouping: Grouping) -> None:
+    """Row by row of the matrix or in one piece; together, what `forget` takes away."""
+    accounting = made.run._accounting
+    whole, parts = (
+        columns_of(Contributions(accounting, grouping, memory=memory)) for memory in (1 << 30, 1)
+    )
+    every = row_parts(accounting, made.run.info.books)
+    for name, (columns, pieces) in whole.items():
+        gross = np.abs(columns).sum(0).max()
+        assert np.abs(columns - parts[name][0]).max() <= ROUNDING * gross, name
+        assert np.abs(columns.sum(0) - every[name].flatten().numpy()).max() <= ROUNDING * gross
+        assert parts[name][1] > 1 == pieces, name
+
+
+def columns_of(matrix: Contributions) -> dict[str, tuple[np.ndarray, int]]:
+    """(groups, *parameter flattened) of each book, and in how many pieces it came."""
+    found: dict[str, list[Tensor]] = {}
+    terms = {}
+    for columns in matrix.columns():
+        found.setdefault(columns.book.name, []).append(columns.values.clone())
+        terms[columns.book.name] = (columns.book, columns.term)
+    joined = {}
+    for name, pieces in found.items():
+        (book, term), dense = terms[name], torch.cat(pieces, 1)
+        shape = matrix_shape(book.shape, term.view, term.groups)
+        each = [from_matrix(d.view(shape), book.shape, term.view, term.groups) for d in dense]
+        joined[name] = (torch.stack(each).flatten(1).double().numpy(), len(pieces))
+    return joined
+
+
+def test_what_was_booked_by_step_is_not_lost(recorded: Make, recorded_case: Make) -> None:
+    """All of it under an optimizer without a rule; a part where an operation is not known."""
+    made = recorded("unknown")
+    found = made.run.explain(made.model, made.x[:2], target=0)
+    assert found.values.shape == (0, 2)
+    assert found.by_layer.values.shape == (0, 2)
+    assert not found.by_step.values.any()
+    assert_sum(made, found, 1e-3)
+    assert close(found.check.steps, found.total - found.initial, 1e-3)
+    made = recorded_case("Weight norm", "SGD")
+    found = made.run.explain(made.model, made.x[:2], total)
+    assert found.by_layer.ids == ["bias"]
+    assert (np.abs(found.check.steps) > 0.1).all()
+    assert_sum(made, found, 1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", "AdamW, amsgrad"])
+def test_as_of_an_earlier_step(optimizer: str, recorded: Make) -> None:
+    made = recorded(optimizer)
+    for step in (0, 1, 5):
+        run = made.run.at(step)
+        model = copy.deepcopy(made.model)
+        model.load_state_dict(run.state_dict())
+        then = replace(made, model=model, run=run)
+        found = run.explain(model, made.x[:2], target=1)
+        assert_sum(then, found, 1e-3)
+        np.testing.assert_allclose(found.total, model(made.x[:2])[:, 1].detach(), rtol=1e-12)
+        assert len(found.by_step.values) == step
+        assert found.values.any() == (step > 0)
+
+
+def test_a_model_is_left_as_it_was(recorded_case: Make) -> None:
+    made = recorded_case("LoRA", "SGD")
+    model = copy.deepcopy(made.model)
+    model.register_forward_hook(lambda module, args, out: None)
+    model.up.weight.grad = torch.ones_like(model.up.weight)
+    model.train()
+    before, x = state_of(model), made.x[:2].clone().requires_grad_()
+    made.run.explain(model, x, total).by_step  # noqa: B018
+    for method in ("ridge", "fisher", "ekfac", "tracin", "accounting"):
+        made.run.influence(model, x, total, method=method)
+    after = state_of(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert x.grad is None
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters, gradients, flags and the number of hooks."""
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found[f"{name} flags"] = torch.tensor([p.requires_grad, p.grad is not None])
+        if p.grad is not None:
+            found[f"{name} gradient"] = p.grad.clone()
+    for name, module in model.named_modules():
+        hooks = [len(h) for n, h in vars(module).items() if n.endswith("_hooks")]
+        found[f"{name} hooks"] = torch.tensor([module.training, *hooks])
+    return found
