@@ -43,10 +43,9 @@ def table(name: str, options: argparse.Namespace) -> None:
     Trained.of(TASKS[name], options.runs)
     known = truth.load(name, "report", options.truth, options.queries)
     sizes = known.to_dict()
-    print(
-        f"\n{name}: {sizes['queries']} queries, {sizes['subsets']} halves of {sizes['samples']:,}"
-    )
-    print(f"samples × {sizes['seeds']} seeds, at best {sizes['ceiling']:.3f}\n\n{HEADER}")
+    halves = f"{sizes['subsets']} halves of {sizes['samples']:,} samples × {sizes['seeds']} seeds"
+    print(f"\n{name}: {sizes['queries']} queries, {halves}, at best {sizes['ceiling']:.3f}\n")
+    print(HEADER)
     scores: dict[str, NDArray[np.float64]] = {}
     costs: dict[str, list[Cost]] = {method: [] for method in options.methods}
     for _ in range(options.turns):

@@ -25,7 +25,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 BEST: dict[str, dict[str, Any]] = {
     "mlp": {"damping": 1e-4},
-    "mlp-adamw": {"damping": 1e-4},
+    "mlp-adamw": {"damping": None},
     "cnn": {"damping": 1e-2},
     "cnn-adamw": {"damping": 1e-2},
     "text": {"damping": 1e-4},
