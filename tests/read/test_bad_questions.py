@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from tests.read.known import Known
-from torch import nn
+from torch import Tensor, nn
 
 import dualform
 from dualform.errors import ModelMismatchError, ReadingError, UnknownSampleError
 from dualform.read import ridge
 from dualform.read.matrix import Natural
+from dualform.read.targets import Asked
 
 METHODS = ["ridge", "fisher", "ekfac", "tracin", "accounting"]
 BAD = {
@@ -37,6 +39,24 @@ def test_what_cannot_be_asked(bad: str, known: Callable[[str], Known]) -> None:
     made, (options, message) = known("SGD"), BAD[bad]
     with pytest.raises(ReadingError, match=message):
         made.run.influence(made.model, made.x[:3], **options)
+
+
+class Turned(nn.Module):
+    """Takes samples first, and hands them to a layer that takes time first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x.transpose(0, 1))[1][0][-1]
+
+
+@pytest.mark.parametrize("target", [None, 1])
+def test_queries_in_another_dimension(target: int | None) -> None:
+    message = r"dimension 1, the model gives 6 outputs.*layers take time first; give x in that"
+    with pytest.raises(ReadingError, match=message):
+        Asked(Turned(), torch.randn(6, 5, 4), target)
 
 
 def test_matrices_that_do_not_fit(
