@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.grid.grid import problem
 from tests.grid.optimizers import OPTIMIZERS
+from tests.read.known import Known
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -101,3 +102,9 @@ def recorded_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Rec
         return Recorded(given.model.eval(), given.x, dualform.open(path))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Known]:
+    folder = tmp_path_factory.mktemp("known")
+    return cache(lambda optimizer: Known(folder / optimizer, optimizer))

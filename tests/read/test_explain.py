@@ -14,10 +14,12 @@ from tests.grid.optimizers import OPTIMIZERS
 from torch import Tensor, nn
 
 from dualform.memory.blocks import from_matrix, matrix_shape
-from dualform.read import explain, targets
+from dualform.read import explain, path, targets
 from dualform.read.explain import Explanation
+from dualform.read.gradients import Gradients
 from dualform.read.grouped import Grouping
 from dualform.read.matrix import Contributions
+from dualform.read.targets import Asked
 from dualform.read.weights import reconstruct, row_parts
 
 MANY = [
@@ -95,8 +97,33 @@ def test_accounts_of_parameters_used_in_several_ways(
 def test_completeness(activation: type[nn.Module], tolerance: float, recorded: Make) -> None:
     """Smooth networks to nearly all digits; kinks within what is asked."""
     made = recorded("SGD, Nesterov", activation)
-    found = made.run.explain(made.model, made.x[1:5], target=2, tolerance=tolerance)
+    found = made.run.explain(made.model, made.x, target=2, tolerance=tolerance)
     assert_sum(made, found, tolerance)
+
+
+def test_only_what_misses_a_change_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kink costs two panels a halving; a change that is lost in rounding costs nothing."""
+    sizes: list[int] = []
+    looked = Gradients.integral
+
+    def counted(self: Gradients, nodes: Any, queries: Any) -> dict[str, Tensor]:
+        sizes.append(len(queries))
+        return looked(self, nodes, queries)
+
+    monkeypatch.setattr(Gradients, "integral", counted)
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU()).double()
+    ends = ({"0.weight": torch.tensor([[w]]).double()} for w in (-1 / 3, 1.0))
+    x = torch.tensor([[1.0], [-1.0], [0.0]]).double()
+    found = path.along_line(Asked(model, x, 0), *ends, range(3), tolerance=1e-4)
+    torch.testing.assert_close(found.final - found.initial, torch.tensor([1.0, -1 / 3, 0]).double())
+    assert (found.completeness <= 1e-4).all()
+    assert sizes[0] == 3
+    assert sum(sizes) < 2 * 2 * path.HALVINGS
+    sizes.clear()
+    wide = nn.Linear(50, 1)
+    close_by = ({n: p.detach() * w for n, p in wide.named_parameters()} for w in (1, 1 + 2e-7))
+    path.along_line(Asked(wide, torch.ones(4, 50), 0), *close_by, range(4), tolerance=1e-3)
+    assert sizes == [4]
 
 
 def test_every_grouping_has_the_same_sum(recorded_case: Make) -> None:

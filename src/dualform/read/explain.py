@@ -157,11 +157,13 @@ class Explanation(Scores):
         return self.questions[0].source
 
     def _books_of(self, layer: str) -> list[Book]:
-        known = self._source.ledger.info.books
-        books = [book for book in known if book.terms and _layer(book.name) == layer]
+        known = [book for book in self._source.ledger.info.books if book.terms]
+        books = [book for book in known if _layer(book.name) == layer]
         if not books:
             names = ", ".join(f"'{n}'" for n in dict.fromkeys(_layer(b.name) for b in known))
-            raise ReadingError(f"layer '{layer}' is not in this run by row; it has {names}.")
+            raise ReadingError(
+                f"layer '{layer}' was not recorded by row in this run; those were {names}."
+            )
         return books
 
     def _sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> Array:

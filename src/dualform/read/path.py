@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import torch
@@ -19,8 +18,12 @@ from dualform.read.targets import Asked, Parameters
 
 NODES = 8
 """How many points are looked at in each panel of the line."""
-PANELS = tuple(2**k for k in range(10))
-"""Into how many panels it is cut, until the change of the output is accounted for."""
+HALVINGS = 16
+"""How often a panel may be halved."""
+PIECES = 128
+"""In how many panels a query may need to be halved at once; beyond, it is no matter of kinks."""
+SHARE = 16
+"""A panel is good enough if it misses this part of what the whole line may."""
 
 
 @dataclass(frozen=True)
@@ -46,39 +49,142 @@ class LineGradients:
 def along_line(
     asked: Asked, first: Parameters, last: Parameters, queries: Sequence[int], tolerance: float
 ) -> LineGradients:
-    """Integrates by Gauss and Legendre, in more and more panels where a query still needs them.
+    """Integrates by Gauss and Legendre, in panels that are halved where they miss a change.
 
-    Networks with kinks are smooth only in pieces, and panels serve them better than more nodes.
+    Networks with kinks are smooth in pieces. A panel with a kink misses part of the target's change
+    from its begin to its end, which is known; so only such panels are halved, query by query.
     """
-    gradients = Gradients(asked, list(first))
-    change = {name: last[name] - first[name] for name in first}
+    line = _Line(Gradients(asked, list(first)), asked, first, last)
     initial, final = (asked.values(p, queries) for p in (first, last))
-    found = LineGradients(
-        {name: p.new_zeros(len(queries), *p.shape) for name, p in first.items()},
-        initial,
-        final,
-        torch.full((len(queries),), torch.nan, dtype=torch.float64),
-    )
-    for panels in PANELS:
-        left = torch.nonzero(~(found.completeness <= tolerance)).flatten().tolist()
-        for some in asked.batches(left):
-            points = _points(first, change, panels)
-            better = gradients.integral(points, [queries[at] for at in some])
-            for name, direction in better.items():
-                found.directions[name][some] = direction
-            found.explained[some] = _along(better, change)
-    return found
+    directions = {name: p.new_zeros(len(queries), *p.shape) for name, p in first.items()}
+    for some in asked.batches(range(len(queries))):
+        ends = initial[some], final[some]
+        for name, found in line.integral([queries[at] for at in some], *ends, tolerance).items():
+            directions[name][some] = found
+    return LineGradients(directions, initial, final, _along(directions, line.change))
 
 
-def _points(
-    first: Parameters, change: Parameters, panels: int
-) -> Iterator[tuple[float, dict[str, Tensor]]]:
-    """The weights of the nodes, and the parameters there."""
-    nodes, weights = np.polynomial.legendre.leggauss(NODES)
-    for panel, (node, weight) in product(range(panels), zip(nodes, weights, strict=True)):
-        alpha = (panel + float(node + 1) / 2) / panels
-        point = {name: torch.add(w, change[name], alpha=alpha) for name, w in first.items()}
-        yield float(weight) / (2 * panels), point
+@dataclass(frozen=True)
+class _Panel:
+    """A part of the line, the queries that it is looked at for, and their targets at its ends."""
+
+    begin: float
+    end: float
+    queries: Tensor
+    before: Tensor
+    after: Tensor
+
+    def of(self, chosen: Tensor) -> _Panel:
+        """The panel for some of its queries."""
+        parts = (t[chosen] for t in (self.queries, self.before, self.after))
+        return _Panel(self.begin, self.end, *parts)
+
+
+@dataclass
+class _Sums:
+    """What the panels that are good enough add up to."""
+
+    total: dict[str, Tensor]
+    allowed: Tensor
+    """(queries,): how much of the change may be missed."""
+
+    def __post_init__(self) -> None:
+        self._missed = torch.zeros_like(self.allowed)
+
+    def take(self, found: Parameters, queries: Tensor, gaps: Tensor, chosen: Tensor) -> None:
+        """Adds the chosen ones of some queries' gradients, and what they miss."""
+        _add(self.total, found, queries, chosen)
+        self._missed.index_add_(0, queries[chosen], gaps[chosen])
+
+    def done(self, rest: Sequence[_Panel], gaps: Tensor) -> Tensor:
+        """(queries,): which could take the rest as it is, or have to, since it is too much."""
+        open_ = torch.cat([panel.queries for panel in rest])
+        pieces = torch.bincount(open_, minlength=len(gaps))
+        return ((self._missed + gaps).abs() <= self.allowed) | (pieces > PIECES)
+
+
+class _Line:
+    """Integrates gradients between two sets of parameters."""
+
+    def __init__(
+        self, gradients: Gradients, asked: Asked, first: Parameters, last: Parameters
+    ) -> None:
+        self._gradients, self._asked, self._first = gradients, asked, first
+        self.change = {name: last[name] - first[name] for name in first}
+
+    def integral(
+        self, queries: Sequence[int], initial: Tensor, final: Tensor, tolerance: float
+    ) -> dict[str, Tensor]:
+        """(queries, *shape) for each parameter: Ḡ."""
+        sums = _Sums(self._zeros(queries), self._allowed(initial, final, tolerance))
+        panels = [_Panel(0.0, 1.0, torch.arange(len(queries)), initial, final)]
+        for halving in range(HALVINGS + 1):
+            open_ = self._zeros(queries)
+            gaps = torch.zeros_like(initial)
+            rest = [self._looked_at(panel, queries, sums, open_, gaps) for panel in panels]
+            done = sums.done(rest, gaps) | (halving == HALVINGS)
+            sums.take(open_, torch.arange(len(queries)), gaps, done)
+            panels = [half for p in rest for half in self._halves(p.of(~done[p.queries]), queries)]
+            if not panels:
+                break
+        return sums.total
+
+    def _looked_at(
+        self,
+        panel: _Panel,
+        queries: Sequence[int],
+        sums: _Sums,
+        open_: dict[str, Tensor],
+        gaps: Tensor,
+    ) -> _Panel:
+        """Adds up where the panel is good enough; elsewhere, notes its sum and what it misses."""
+        found = self._gradients.integral(self._points(panel), _of(queries, panel))
+        gap = panel.after - panel.before - _along(found, self.change)
+        good = gap.abs() <= sums.allowed[panel.queries] / SHARE
+        sums.take(found, panel.queries, gap, good)
+        _add(open_, found, panel.queries, ~good)
+        gaps.index_add_(0, panel.queries[~good], gap[~good])
+        return panel.of(~good)
+
+    def _zeros(self, queries: Sequence[int]) -> dict[str, Tensor]:
+        return {name: p.new_zeros(len(queries), *p.shape) for name, p in self._first.items()}
+
+    def _allowed(self, initial: Tensor, final: Tensor, tolerance: float) -> Tensor:
+        """(queries,): what may be missed of the change, at least what rounding makes of it."""
+        rounding = max(torch.finfo(p.dtype).eps for p in self._first.values())
+        floor = SHARE * rounding * torch.maximum(initial.abs(), final.abs())
+        return torch.maximum(tolerance * (final - initial).abs(), floor)
+
+    def _halves(self, panel: _Panel, queries: Sequence[int]) -> list[_Panel]:
+        if not len(panel.queries):
+            return []
+        middle = (panel.begin + panel.end) / 2
+        value = self._asked.values(self._at(middle), _of(queries, panel))
+        return [
+            _Panel(panel.begin, middle, panel.queries, panel.before, value),
+            _Panel(middle, panel.end, panel.queries, value, panel.after),
+        ]
+
+    def _points(self, panel: _Panel) -> Iterator[tuple[float, dict[str, Tensor]]]:
+        """The weights of the nodes, and the parameters there."""
+        width = panel.end - panel.begin
+        for node, weight in zip(*np.polynomial.legendre.leggauss(NODES), strict=True):
+            yield float(weight) / 2 * width, self._at(panel.begin + float(node + 1) / 2 * width)
+
+    def _at(self, alpha: float) -> dict[str, Tensor]:
+        change = self.change
+        return {name: torch.add(w, change[name], alpha=alpha) for name, w in self._first.items()}
+
+
+def _of(queries: Sequence[int], panel: _Panel) -> list[int]:
+    return [queries[at] for at in panel.queries.tolist()]
+
+
+def _add(into: dict[str, Tensor], found: Parameters, queries: Tensor, chosen: Tensor) -> None:
+    """Adds the chosen ones of some queries' gradients."""
+    for name, total in into.items() if bool(chosen.any()) else ():
+        at = chosen.to(total.device)
+        total.index_add_(0, queries.to(total.device)[at], found[name][at])
 
 
 def _along(directions: Parameters, change: Parameters) -> Tensor:

@@ -133,6 +133,13 @@ class Asked:
         asked = range(self.count) if target is None else range(1)
         with torch.no_grad():
             found = [_outputs(self.output(self.model, b)) for b in self.batches(asked)]
+        if sum(map(len, found)) != len(asked):
+            raise ReadingError(
+                f"called with {len(asked)} of x's dimension {self.axis}, the model gives "
+                f"{sum(map(len, found))} outputs: that dimension is taken for the queries"
+                + (", since its layers take time first" if self.axis else "")
+                + "; give x in that order, or a function of one query's output as target."
+            )
         if target is None:
             return torch.cat(found).argmax(1).cpu()
         width, classes = found[0].shape[1], _integers(target)
