@@ -10,11 +10,12 @@
     ├── RecordingError (RuntimeError)  the training loop cannot be booked
     │   ├── SampleIdsError (ValueError)   ids that do not fit the batch
     │   └── NonFiniteError           NaN or infinity reached a gradient
-    └── ReadingError (ValueError)    a question the run cannot answer
-        ├── UnknownLayerError (KeyError)  no such layer or book
-        ├── UnknownStepError         no such step
-        ├── UnknownSampleError (KeyError) no such sample
-        └── ModelMismatchError       the model is not the one that was recorded
+    ├── ReadingError (ValueError)    a question the run cannot answer
+    │   ├── UnknownLayerError (KeyError)  no such layer or book
+    │   ├── UnknownStepError         no such step
+    │   ├── UnknownSampleError (KeyError) no such sample
+    │   └── ModelMismatchError       the model is not the one that was recorded
+    └── AttentionError (ValueError)  shapes, masks or options an attention layer cannot take
 
 Each is also the builtin named in parentheses, so `except OSError` keeps working.
 
@@ -107,3 +108,7 @@ class UnknownSampleError(ReadingError, KeyError):
 
 class ModelMismatchError(ReadingError):
     """The model is not the one this run recorded."""
+
+
+class AttentionError(DualformError, ValueError):
+    """Shapes, masks or options that an attention layer cannot take."""
