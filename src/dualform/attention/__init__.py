@@ -15,7 +15,7 @@ torch.Size([2, 4, 10, 8])
 """
 
 from dualform.attention.batch_norm import batch_norm
-from dualform.attention.kinds import KINDS, kind, with_weights
+from dualform.attention.kinds import kind, with_weights
 from dualform.attention.linear import linear
 from dualform.attention.local import local
 from dualform.attention.ridge import ridge

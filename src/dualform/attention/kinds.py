@@ -29,7 +29,7 @@ KINDS: dict[str, Layer] = {
     "batch_norm_scaled_heads": batch_norm_scaled_heads,
     "ridge": ridge,
 }
-"""Every kind of attention: a function of q, k, v, attn_mask, is_causal, scale and its own options."""
+"""Every kind: a function of q, k, v, attn_mask, is_causal, scale and options of its own."""
 
 
 def kind(name: str, **options: Any) -> Layer:

@@ -35,7 +35,7 @@ def ridge(
     Solving costs S³ and one S × S matrix a head. A mask must be the same for all queries.
 
     >>> k, y = torch.randn(1, 6, 3, dtype=torch.float64), torch.randn(1, 6, 2, dtype=torch.float64)
-    >>> torch.allclose(ridge(k, k, y, penalty=1e-9), y, atol=1e-4)   # it reads back what it was told
+    >>> torch.allclose(ridge(k, k, y, penalty=1e-9), y, atol=1e-4)  # reads back what it was told
     True
     """
     require_shapes(q, k, v)
@@ -65,5 +65,5 @@ def _solved(
         hidden = hidden.expand(*hidden.shape[:-1], k.shape[-2])
         logits = logits.masked_fill(hidden, -torch.inf).masked_fill(hidden.mT, 0)
     eye = torch.eye(k.shape[-2], dtype=k_.dtype, device=k.device)
-    solved = torch.linalg.solve(logits.softmax(-1) + penalty * eye, (1 + penalty) * v_)
+    solved: Tensor = torch.linalg.solve(logits.softmax(-1) + penalty * eye, (1 + penalty) * v_)
     return solved.to(v.dtype)

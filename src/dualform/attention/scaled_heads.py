@@ -115,8 +115,8 @@ class _Plan:
         count = len(self.factors)
         kept = _split(keep, heads(k), count)
         split = (x.chunk(count, -3) for x in (q, k, v))
-        groups = zip(zip(*split, strict=True), kept, self.factors, strict=True)
-        return torch.cat([body(*qkv, keep, s, self) for qkv, keep, s in groups], -3)
+        groups = zip(*split, kept, self.factors, strict=True)
+        return torch.cat([body(*group, self) for group in groups], -3)  # type: ignore[call-arg]
 
 
 def _whole(
