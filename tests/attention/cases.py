@@ -37,7 +37,9 @@ class Case:
     def reference(self, q: Tensor, k: Tensor, v: Tensor, sees: Tensor, causal: bool) -> Tensor:
         """(…, heads, L, M) by loops."""
         lead = q.shape[:-2]
-        flat = (x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, sees.expand(*lead, *sees.shape[-2:])))
+        flat = (
+            x.reshape(-1, *x.shape[-2:]) for x in (q, k, v, sees.expand(*lead, *sees.shape[-2:]))
+        )
         heads = zip(*flat, strict=True)
         rows = [self.plain(*given, causal, n % q.shape[-3]) for n, given in enumerate(heads)]
         return torch.stack(rows).reshape(*lead, q.shape[-2], v.shape[-1])
@@ -79,7 +81,10 @@ CASES = [
     ),
     Case("scaled_heads", _shortened(reference.softmax, 0), {"factors": FACTORS}, masks=False),
     Case(
-        "scaled_heads", _shortened(reference.softmax, 1), {"factors": FACTORS, "lead": 1}, masks=False
+        "scaled_heads",
+        _shortened(reference.softmax, 1),
+        {"factors": FACTORS, "lead": 1},
+        masks=False,
     ),
     Case(
         "batch_norm_scaled_heads",

@@ -15,14 +15,18 @@ torch.Size([2, 4, 10, 8])
 """
 
 from dualform.attention.batch_norm import batch_norm
+from dualform.attention.cache import Cache
 from dualform.attention.kinds import kind, with_weights
 from dualform.attention.linear import linear
 from dualform.attention.local import local
+from dualform.attention.multihead import MultiheadAttention
 from dualform.attention.ridge import ridge
 from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
 from dualform.attention.softmax import softmax
 
 __all__ = [
+    "Cache",
+    "MultiheadAttention",
     "batch_norm",
     "batch_norm_scaled_heads",
     "kind",
