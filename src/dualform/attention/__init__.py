@@ -16,22 +16,37 @@ torch.Size([2, 4, 10, 8])
 
 from dualform.attention.batch_norm import batch_norm
 from dualform.attention.cache import Cache
+from dualform.attention.inspection import Inspection, Support, inspect
 from dualform.attention.kinds import kind, with_weights
 from dualform.attention.linear import linear
 from dualform.attention.local import local
+from dualform.attention.memories import memory
 from dualform.attention.multihead import MultiheadAttention
+from dualform.attention.primal import Primal, Solution
 from dualform.attention.ridge import ridge
 from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
 from dualform.attention.softmax import softmax
+from dualform.attention.transforms import BatchNorm, RmsNorm, Shorten, Transform, UnitLength
 
 __all__ = [
+    "BatchNorm",
     "Cache",
+    "Inspection",
     "MultiheadAttention",
+    "Primal",
+    "RmsNorm",
+    "Shorten",
+    "Solution",
+    "Support",
+    "Transform",
+    "UnitLength",
     "batch_norm",
     "batch_norm_scaled_heads",
+    "inspect",
     "kind",
     "linear",
     "local",
+    "memory",
     "ridge",
     "scaled_heads",
     "softmax",
