@@ -13,16 +13,19 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-EVERYTHING = {"memory", "ledger", "record", "read", "explore", "testing", "demo", "cli"}
+EVERYTHING = {"memory", "ledger", "record", "read", "attention", "explore", "testing"}
+EVERYTHING |= {"studies", "demo", "cli"}
 MAY_IMPORT = {
     "errors": set(),
     "memory": set(),
     "ledger": set(),
     "record": {"memory", "ledger"},
     "read": {"memory", "ledger", "record.layers", "record.optimizers"},
+    "attention": {"memory", "families"},
     "integrations": {"record"},
     "explore": {"read", "ledger"},
     "testing": {"ledger", "record", "read"},
+    "studies": EVERYTHING,
     "demo": EVERYTHING,
     "cli": EVERYTHING,
     "": EVERYTHING,
@@ -78,7 +81,7 @@ def test_no_import_cycles() -> None:
 def public_names() -> list[tuple[str, object]]:
     """What the front door and the parts' own front doors offer."""
     parts = ["", ".errors", ".memory", ".ledger", ".record", ".read", ".explore", ".testing"]
-    parts += [".integrations"]
+    parts += [".integrations", ".attention", ".attention.transformers"]
     found: dict[int, tuple[str, object]] = {}
     for part in parts:
         module = importlib.import_module(f"dualform{part}")

@@ -72,6 +72,8 @@ def test_keys_that_are_not_seen_do_not_matter(case: Case, causal: bool) -> None:
     other_v[0, :, 10:] = 7
     y = case.layer(q, k, v, keep, is_causal=causal)
     near(case.layer(q, other_k, other_v, keep, is_causal=causal), y)
+    numbers = torch.zeros(keep.shape).double().masked_fill(~keep, -torch.inf)
+    near(case.layer(q, k, v, numbers, is_causal=causal), y)
     if not causal and case.name != "local":
         short = case.layer(q[:1], k[:1, :, :10], v[:1, :, :10])
         near(y[:1], short)
@@ -304,8 +306,14 @@ WRONG = {
     "mask by query": (
         lambda: attention.scaled_heads(ONE, ONE, ONE, torch.ones(5, 5, dtype=torch.bool)),
         "attn_mask of shape (5, 5) and torch.bool cannot be used where keys are pooled, since the "
-        "keys of a block have one weight; give a boolean mask (…, 1, S), the same for all "
-        "queries, and is_causal=True for a causal one.",
+        "keys of a block have one weight; give a mask (…, 1, S) that only hides keys, the same "
+        "for all queries, and is_causal=True for a causal one.",
+    ),
+    "numbers for pooled keys": (
+        lambda: attention.scaled_heads(ONE, ONE, ONE, torch.ones(1, 5)),
+        "attn_mask of shape (1, 5) and torch.float32 cannot be used where keys are pooled, since "
+        "the keys of a block have one weight; give a mask (…, 1, S) that only hides keys, the "
+        "same for all queries, and is_causal=True for a causal one.",
     ),
     "mask by head": (
         lambda: attention.scaled_heads(

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import Literal
 
-from dualform.attention.transforms import Shorten
-from dualform.memory import Exponential
+from dualform.attention.transforms import Shorten, Transform
+from dualform.errors import AttentionError
+from dualform.memory import Exponential, FeatureMap, Kernel
 
-if TYPE_CHECKING:
-    from dualform.attention.primal import Primal
+Sees = Literal["all", "causal"] | int
 
 
-def write(primal: Primal, latex: bool) -> str:
-    """The derivation as text, or as LaTeX.
+@dataclass(frozen=True)
+class Problem:
+    """The choices that make a primal problem; `Primal` says what each means.
 
-    >>> from dualform.attention import Primal
-    >>> print(write(Primal(), latex=True).splitlines()[0])
+    >>> print(Problem(sees=3).explain(latex=True).splitlines()[0])
     \\begin{align*}
     """
-    return _latex(primal) if latex else _text(primal)
+
+    kernel: Kernel = field(default_factory=Exponential)
+    normalizer: Literal["sum", "one"] = "sum"
+    sees: Sees = "all"
+    keys: tuple[Transform, ...] = ()
+    epsilon: float = 0.1
+    C: float = 1.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.kernel, Exponential) and self.normalizer == "one":
+            raise AttentionError(
+                "Exponential with normalizer='one' would be a sum of unbounded exponentials; use "
+                "normalizer='sum', or a kernel with finite features."
+            )
+        if any(isinstance(step, Shorten) for step in self.keys[1:]):
+            raise AttentionError("Shorten must come first in keys: it is about the data.")
+        if not isinstance(self.kernel, (Exponential, FeatureMap)):
+            raise AttentionError(f"{self.kernel} is neither Exponential nor a FeatureMap.")
+
+    def explain(self, latex: bool = False) -> str:
+        """The derivation of the layer with these choices filled in, as text or as LaTeX.
+
+        >>> print(Problem().explain().splitlines()[-1])
+        y(q) = Σ_j exp(q·k_j/√D) v_j / Σ_j exp(q·k_j/√D) + b, over all keys
+        """
+        return _latex(self) if latex else _text(self)
 
 
-def _text(primal: Primal) -> str:
+def _text(primal: Problem) -> str:
     T = "T" if _maps(primal) else ""
     h = f"Σ_j Φ({T}x)·Φ({T}k_j)" if primal.normalizer == "sum" else "1"
     product = _product(primal, f"{T}q", f"{T}k_j")
@@ -41,7 +67,7 @@ def _text(primal: Primal) -> str:
     return "\n".join(lines)
 
 
-def _latex(primal: Primal) -> str:
+def _latex(primal: Problem) -> str:
     T = "T" if _maps(primal) else ""
     h = rf"\sum_j \Phi({T}x)^\top\Phi({T}k_j)" if primal.normalizer == "sum" else "1"
     product = _product_latex(primal, f"{T}q", f"{T}k_j")
@@ -60,25 +86,25 @@ def _latex(primal: Primal) -> str:
     return "\n".join([r"\begin{align*}", " \\\\\n".join(lines), r"\end{align*}"])
 
 
-def _maps(primal: Primal) -> bool:
+def _maps(primal: Problem) -> bool:
     return any(not isinstance(step, Shorten) for step in primal.keys)
 
 
-def _sees(primal: Primal) -> str:
+def _sees(primal: Problem) -> str:
     whole = "all keys" if primal.sees == "all" else "keys up to the query's position"
     seen = f"keys at most {primal.sees} away" if isinstance(primal.sees, int) else whole
     short = [step for step in primal.keys if isinstance(step, Shorten)]
     return f"over {seen}" + "".join(f", {step.pool} of every {step.factor}" for step in short)
 
 
-def _product(primal: Primal, x: str, y: str) -> str:
+def _product(primal: Problem, x: str, y: str) -> str:
     if isinstance(primal.kernel, Exponential):
         scale = primal.kernel.scale
         return f"exp({x}·{y}/√D)" if scale is None else f"exp({scale:g} {x}·{y})"
     return f"φ({x})·φ({y})" + (f" of {primal.kernel}" if x == "x" else "")
 
 
-def _product_latex(primal: Primal, x: str, y: str) -> str:
+def _product_latex(primal: Problem, x: str, y: str) -> str:
     if isinstance(primal.kernel, Exponential):
         scale = primal.kernel.scale
         factor = r"/\sqrt{D}" if scale is None else rf"\cdot {scale:g}"

@@ -13,27 +13,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dualform.attention import derivation, svr
 from dualform.attention.batch_norm import batch_norm
+from dualform.attention.derivation import Problem
 from dualform.attention.linear import linear
 from dualform.attention.local import local
 from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
 from dualform.attention.softmax import softmax
+from dualform.attention.svr import solve
 from dualform.attention.transforms import BatchNorm, Shorten, Transform
 from dualform.errors import AttentionError
-from dualform.memory import Exponential, FeatureMap, Kernel
+from dualform.memory import Exponential, FeatureMap
 from dualform.memory.kernels import nonzero
-
-Sees = Literal["all", "causal"] | int
 
 
 @dataclass(frozen=True)
-class Primal:
+class Primal(Problem):
     """f(x) = W Φ(Tx)/h(x) + b, fitted to keys and targets: choose Φ, h, T and what is seen.
 
     >>> from dualform.attention import BatchNorm, Primal
@@ -54,24 +53,6 @@ class Primal:
         epsilon: how far off a prediction may be at no cost.
         C: the price of being further off, in units of the mean of h(k)²: the duals' bound.
     """
-
-    kernel: Kernel = field(default_factory=Exponential)
-    normalizer: Literal["sum", "one"] = "sum"
-    sees: Sees = "all"
-    keys: tuple[Transform, ...] = ()
-    epsilon: float = 0.1
-    C: float = 1.0
-
-    def __post_init__(self) -> None:
-        if isinstance(self.kernel, Exponential) and self.normalizer == "one":
-            raise AttentionError(
-                "Exponential with normalizer='one' would be a sum of unbounded exponentials; use "
-                "normalizer='sum', or a kernel with finite features."
-            )
-        if any(isinstance(step, Shorten) for step in self.keys[1:]):
-            raise AttentionError("Shorten must come first in keys: it is about the data.")
-        if not isinstance(self.kernel, (Exponential, FeatureMap)):
-            raise AttentionError(f"{self.kernel} is neither Exponential nor a FeatureMap.")
 
     def attention(self) -> Callable[..., Tensor]:
         """The derived layer, a function of q, k, v on the fused kernels.
@@ -114,20 +95,11 @@ class Primal:
         features = _Features(self, k)
         G, h = features.gram(), features.h(k)
         C = self.C * float(h.square().mean())
-        duals = [svr.solve(G.numpy(), column.numpy(), self.epsilon, C) for column in y.T]
+        duals = [solve(G.numpy(), column.numpy(), self.epsilon, C) for column in y.T]
         beta = torch.stack([torch.from_numpy(one.beta) for one in duals], -1)
         b = torch.tensor([one.b for one in duals], dtype=torch.float64)
         values = self._lengthened(beta / nonzero(h), keys, seen)
         return Solution(features, beta, b, values, C, max(one.gap for one in duals))
-
-    def explain(self, latex: bool = False) -> str:
-        """The derivation of the layer with these choices filled in, as text or as LaTeX.
-
-        >>> from dualform.attention import Primal
-        >>> print(Primal().explain().splitlines()[-1])
-        y(q) = Σ_j exp(q·k_j/√D) v_j / Σ_j exp(q·k_j/√D) + b, over all keys
-        """
-        return derivation.write(self, latex)
 
     def _plain(self) -> Callable[..., Tensor]:
         if isinstance(self.kernel, Exponential):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualform.attention.batch_norm import batch_norm
 from dualform.attention.fused import can_fuse
-from dualform.attention.shapes import heads, require_mask, require_shapes
+from dualform.attention.shapes import heads, require_mask, require_shapes, seen
 from dualform.attention.shorten import Pool, Shortened, require_factors, shorten
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
@@ -199,13 +199,14 @@ def _same_for_all(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """(…, 1, S): which keys are seen, by a mask that may not tell queries or heads apart."""
     require_mask(mask, q, k)
     mask = mask if mask.ndim >= 2 else mask[None]
-    if mask.shape[-2] > 1 or mask.dtype != torch.bool:
+    keep = seen(mask)
+    if mask.shape[-2] > 1 or (mask.dtype != torch.bool and bool((mask[keep] != 0).any())):
         raise AttentionError(
             f"attn_mask of shape {tuple(mask.shape)} and {mask.dtype} cannot be used where keys "
-            "are pooled, since the keys of a block have one weight; give a boolean mask "
-            "(…, 1, S), the same for all queries, and is_causal=True for a causal one."
+            "are pooled, since the keys of a block have one weight; give a mask (…, 1, S) that "
+            "only hides keys, the same for all queries, and is_causal=True for a causal one."
         )
-    return mask.expand(*mask.shape[:-1], k.shape[-2])
+    return keep.expand(*mask.shape[:-1], k.shape[-2])
 
 
 def _split(keep: Tensor | None, heads: int, count: int) -> list[Tensor | None]:
