@@ -2,7 +2,8 @@
 cuda`.
 
 First the fused kernels against float64, then times in turn with SDPA. "graph" is device time (a
-captured CUDA graph), "eager" includes what the host needs for the launches.
+captured CUDA graph), "eager" includes what the host needs for the launches. Where the package
+`fla` can be imported, its linear attention is measured too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dualform.attention.batch_norm import statistics as key_statistics
 from dualform.attention.linear import linear
 from dualform.attention.scaled_heads import scaled_heads
 from dualform.attention.softmax import softmax
+from dualform.memory import EluPlusOne
 
 FACTORS = (1, 2, 4, 8)
 LENGTHS = (1024, 4096, 16384)
@@ -45,7 +47,23 @@ def layers(device: str) -> dict[str, Layer]:
         route = partial(scaled_heads_attention, factors=FACTORS, scale=None)
         found["scaled_heads, packed"] = partial(route, route="packed")
         found["scaled_heads, grouped"] = partial(route, route="grouped")
+        found |= published()
     return found
+
+
+def published() -> dict[str, Layer]:
+    """flash-linear-attention's kernel, where that package can be imported."""
+    try:
+        from fla.ops.linear_attn import chunk_linear_attn
+    except ImportError:
+        return {}
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        phi_q, phi_k = (EluPlusOne().features(x).transpose(1, 2) for x in (q, k))
+        y, _ = chunk_linear_attn(phi_q, phi_k, v.transpose(1, 2), scale=1.0, normalize=True)
+        return y.transpose(1, 2)
+
+    return {"linear, causal, fla": layer}
 
 
 def plain_batch_norm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -75,7 +93,7 @@ def check(device: str, dtype: torch.dtype) -> None:
     for shape in ((2, 8, 256, 64), (1, 4, 1000, 64), (3, 4, 333, 128), (2, 4, 512, 40)):
         given = tensors(*shape, device, dtype)
         for name, layer in layers(device).items():
-            plain = exact[name if name in exact else name.split(",")[0]]
+            plain = exact["linear, causal" if "causal" in name else name.split(",")[0]]
             with sdpa_kernel(SDPBackend.MATH):
                 right = with_gradients(plain, *(t.double() for t in given))
             found = with_gradients(layer, *given)
