@@ -37,6 +37,7 @@ def layers(device: str) -> dict[str, Layer]:
     found: dict[str, Layer] = {
         "batch_norm": batch_norm,
         "batch_norm, plain": plain_batch_norm,
+        "batch_norm, causal": partial(batch_norm, is_causal=True),
         "scaled_heads": scaled_heads,
         "linear": linear,
         "linear, causal": partial(linear, is_causal=True),
@@ -93,7 +94,7 @@ def check(device: str, dtype: torch.dtype) -> None:
     for shape in ((2, 8, 256, 64), (1, 4, 1000, 64), (3, 4, 333, 128), (2, 4, 512, 40)):
         given = tensors(*shape, device, dtype)
         for name, layer in layers(device).items():
-            plain = exact["linear, causal" if "causal" in name else name.split(",")[0]]
+            plain = exact[", ".join(name.split(", ")[: 2 if "causal" in name else 1])]
             with sdpa_kernel(SDPBackend.MATH):
                 right = with_gradients(plain, *(t.double() for t in given))
             found = with_gradients(layer, *given)

@@ -69,11 +69,17 @@ def batch_norm(
     In float16 take eps ≥ 1e-3: a key coordinate that never varies makes q' as large as 1/eps.
     """
     require_shapes(q, k, v)
-    if attn_mask is None and not is_causal and can_fuse(q, k):
-        from dualform.attention.kernels_statistics import rewrite
+    if attn_mask is None and not offset and can_fuse(q, k):
+        if not is_causal:
+            from dualform.attention.kernels_statistics import rewrite
 
-        q, k = rewrite(q, k, beta, eps)
-        return softmax(q, k, v, scale=scale, dropout_p=dropout_p)
+            q, k = rewrite(q, k, beta, eps)
+            return softmax(q, k, v, scale=scale, dropout_p=dropout_p)
+        if q.shape == k.shape:
+            from dualform.attention.kernels_prefixes import rewrite_causal
+
+            q, k = rewrite_causal(q, k, beta, eps)
+            return softmax(q, k, v, is_causal=True, scale=scale, dropout_p=dropout_p)
     q = statistics(q, k, attn_mask, is_causal, offset).rewrite(q, beta, eps)
     return softmax(q, k, v, attn_mask, is_causal, scale, offset=offset, dropout_p=dropout_p)
 

@@ -41,7 +41,7 @@ def rewrite(q: Tensor, k: Tensor, beta: float, eps: float) -> tuple[Tensor, Tens
 class _Rewrite(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, beta: float, eps: float) -> tuple[Tensor, Tensor]:
-        q, kept = _rows(q), _rows(k)
+        q, kept = rows_of(q), rows_of(k)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         heads = q.shape[0] * q.shape[1]
         moments = torch.empty(2, heads, q.shape[-1], dtype=torch.float32, device=q.device)
@@ -58,7 +58,7 @@ class _Rewrite(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
         k, moments = ctx.saved_tensors
-        dq, dk = _rows(dq), _rows(dk)
+        dq, dk = rows_of(dq), rows_of(dk)
         new_q, new_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (dq, dk))
         launch = _launch(dq, k)
         _backward_kernel[launch["grid"]](
@@ -70,7 +70,12 @@ class _Rewrite(torch.autograd.Function):
         return new_q, new_k, None, None
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """x with the numbers of a row side by side, as the kernels read them.
+
+    >>> rows_of(torch.ones(2, 3).T).stride()
+    (2, 1)
+    """
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -83,13 +88,13 @@ def _launch(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 @triton.jit
-def _tile(pointer, start, end, stride, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """(BLOCK, DP) rows from start on in float32, and where they lie; 0 from `end` on."""
+def tile(pointer, start, end, stride, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
+    """(BLOCK, DP) rows from start on in float32, and which are there; 0 from `end` on."""
     rows = start + tl.arange(0, BLOCK)
     columns = tl.arange(0, DP)
     inside = (rows < end)[:, None] & (columns < D)[None, :]
     places = rows[:, None] * stride + columns[None, :]
-    return tl.load(pointer + places, mask=inside, other=0.0).to(tl.float32), places, inside
+    return tl.load(pointer + places, mask=inside, other=0.0).to(tl.float32), inside
 
 
 @triton.jit
@@ -107,7 +112,7 @@ def _forward_kernel(
     total = tl.zeros((BLOCK, DP), tl.float32)
     squares = tl.zeros((BLOCK, DP), tl.float32)
     for start in tl.range(0, S, BLOCK):
-        x, places, inside = _tile(k, start, S, k_s, D, DP, BLOCK)
+        x, inside = tile(k, start, S, k_s, D, DP, BLOCK)
         x = tl.where(inside, x - first[None, :], 0.0)
         total += x
         squares += x * x
@@ -121,7 +126,7 @@ def _forward_kernel(
     q += b * q_b + h * q_h
     out += b * o_b + h * o_h
     for start in tl.range(tl.program_id(1) * BLOCK, L, tl.num_programs(1) * BLOCK):
-        x, places, inside = _tile(q, start, L, q_s, D, DP, BLOCK)
+        x, inside = tile(q, start, L, q_s, D, DP, BLOCK)
         places = (start + tl.arange(0, BLOCK))[:, None] * o_s + columns[None, :]
         value = (x - beta * mean[None, :]) * r[None, :]
         tl.store(out + places, value.to(out.dtype.element_ty), mask=inside)
@@ -147,22 +152,22 @@ def _backward_kernel(
 
     total = tl.zeros((BLOCK, DP), tl.float32)
     for start in tl.range(0, L, BLOCK):
-        x, places, inside = _tile(dq, start, L, q_s, D, DP, BLOCK)
+        x, inside = tile(dq, start, L, q_s, D, DP, BLOCK)
         total += x
         if (start // BLOCK) % tl.num_programs(1) == tl.program_id(1):
             places = (start + tl.arange(0, BLOCK))[:, None] * nq_s + columns[None, :]
             tl.store(new_q + places, (x * r[None, :]).to(new_q.dtype.element_ty), mask=inside)
     products = tl.zeros((BLOCK, DP), tl.float32)
     for start in tl.range(0, S, BLOCK):
-        x, places, inside = _tile(k, start, S, k_s, D, DP, BLOCK)
-        e, places, inside = _tile(dk, start, S, d_s, D, DP, BLOCK)
+        x, inside = tile(k, start, S, k_s, D, DP, BLOCK)
+        e, inside = tile(dk, start, S, d_s, D, DP, BLOCK)
         products += tl.where(inside, e * (x - mean[None, :]), 0.0)
     d_mean = -beta * r * tl.sum(total, 0) / S
     d_variance = -2.0 * r * tl.sum(products, 0) / S
 
     for start in tl.range(tl.program_id(1) * BLOCK, S, tl.num_programs(1) * BLOCK):
-        x, places, inside = _tile(k, start, S, k_s, D, DP, BLOCK)
-        e, places, inside = _tile(dk, start, S, d_s, D, DP, BLOCK)
+        x, inside = tile(k, start, S, k_s, D, DP, BLOCK)
+        e, inside = tile(dk, start, S, d_s, D, DP, BLOCK)
         places = (start + tl.arange(0, BLOCK))[:, None] * nk_s + columns[None, :]
         value = e + d_mean[None, :] + d_variance[None, :] * (x - mean[None, :])
         tl.store(new_k + places, value.to(new_k.dtype.element_ty), mask=inside)
