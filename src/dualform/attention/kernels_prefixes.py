@@ -80,7 +80,7 @@ def _launch(q: Tensor) -> tuple[tuple[int, int], tuple[int, int, int], dict[str,
     block = max(16, 4096 // padded)
     splits = max(1, min(-(-PROGRAMS // heads), -(-N // 256)))
     chunk = triton.cdiv(triton.cdiv(N, splits), block) * block
-    options = {"D": q.shape[-1], "DP": padded, "BLOCK": block, "num_warps": 4}
+    options = {"D": q.shape[-1], "DP": padded, "BLOCK": block, "num_warps": 8}
     return (heads, triton.cdiv(N, chunk)), (q.shape[1], N, chunk), options
 
 
