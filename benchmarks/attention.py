@@ -189,6 +189,22 @@ def times(device: str, dtype: torch.dtype, tokens: int, heads: int, width: int) 
                 print(f"| {N} | {name} | {str(error).splitlines()[0][:80]} | | | |", flush=True)
 
 
+def exponents(device: str, dtype: torch.dtype, heads: int, width: int) -> None:
+    """The power of N that time grows with at a fixed batch, from the two largest lengths."""
+    lengths = (8192, 16384, 32768) if device == "cuda" else (512, 1024)
+    subjects = {name: layer for name, layer in layers(device).items() if "linear" in name}
+    print("\n| layer | " + " | ".join(f"ms, N = {N}" for N in lengths) + " | exponent |")
+    print("|---" * (len(lengths) + 2) + "|")
+    for name, layer in {"SDPA": sdpa, **subjects}.items():
+        found = []
+        for N in lengths:
+            work = partial(with_gradients, layer, *tensors(1, heads, N, width, device, dtype))
+            milliseconds(work, 2, device)
+            found.append(statistics.median(milliseconds(work, 3, device) for _ in range(5)))
+        exponent = math.log2(found[-1] / found[-2])
+        print(f"| {name} | " + " | ".join(f"{t:.2f}" for t in found) + f" | {exponent:.2f} |")
+
+
 def backends(device: str) -> dict[str, Layer]:
     """SDPA by each backend, to see which one torch chose."""
     if device != "cuda":
@@ -254,7 +270,7 @@ def main() -> None:
     """Correctness, then time, then memory."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tokens", type=int, default=16384, help="in a batch")
+    parser.add_argument("--tokens", type=int, help="in a batch")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--width", type=int, default=64, help="of a head")
     options = parser.parse_args()
@@ -266,9 +282,11 @@ def main() -> None:
     check(device, dtype)
     if device == "cuda":
         kernels(device, dtype, options.heads, options.width)
-    times(device, dtype, options.tokens, options.heads, options.width)
+    tokens = options.tokens or (16384 if device == "cuda" else 1024)
+    times(device, dtype, tokens, options.heads, options.width)
+    exponents(device, dtype, options.heads, options.width)
     if device == "cuda":
-        peaks(dtype, options.tokens, options.heads, options.width)
+        peaks(dtype, tokens, options.heads, options.width)
 
 
 if __name__ == "__main__":

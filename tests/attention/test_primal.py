@@ -49,10 +49,10 @@ SEEING = {
 
 @pytest.mark.parametrize("name", PRIMALS)
 @settings(deadline=None, max_examples=4)
-@given(seed=st.integers(0, 2**31))
-def test_attention_is_the_solved_regression(name: str, seed: int) -> None:
+@given(seed=st.integers(0, 2**31), n=st.sampled_from([12, 48]))
+def test_attention_is_the_solved_regression(name: str, seed: int, n: int) -> None:
     primal = PRIMALS[name]
-    q, k, y = (x[0] for x in draw(seed, 5, 12, batch=(1,)))
+    q, k, y = (x[0] for x in draw(seed, 5, n, batch=(1,)))
     solution = primal.solve(k, y)
     assert solution.gap <= 1e-6
     layer = primal.attention()
@@ -123,7 +123,7 @@ def test_explanations_carry_the_choices() -> None:
         "Features  Φ(x)·Φ(y) = exp(x·y/√D)",
         "Inputs    Shorten(factor=4, pool='mean')",
         "Inputs    BatchNorm(beta=0.5, eps=1e-05)",
-        "Primal    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j), |y_j − f(k_j)| ≤ ε + ξ_j, ε = 0.2, C = 1 mean h²",
+        "Primal    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j), |y_j − f(k_j)| ≤ ε + ξ_j, ε = 0.2, C = 1 h̄²",
         "KKT       W = Σ_j (α_j − α̃_j) Φ(Tk_j)/h(k_j), 0 ≤ α, α̃ ≤ C",
         "Dual      max y·(α − α̃) − ε Σ(α + α̃) − ½ (α − α̃)ᵀG(α − α̃), G_ij = "
         "Φ(Tk_i)·Φ(Tk_j)/(h(k_i) h(k_j)), Σ(α − α̃) = 0",

@@ -51,7 +51,7 @@ class Primal(Problem):
         sees: "all" keys, the keys up to a query's position ("causal"), or a window around it.
         keys: what happens to queries and keys before Φ, in this order.
         epsilon: how far off a prediction may be at no cost.
-        C: the price of being further off, in units of the mean of h(k)²: the duals' bound.
+        C: the price of being further off, in units of h̄², the geometric mean of h(k)².
     """
 
     def attention(self) -> Callable[..., Tensor]:
@@ -94,7 +94,7 @@ class Primal(Problem):
             k, y = step.shorten(k, y, open_end=self.sees == "causal")
         features = _Features(self, k)
         G, h = features.gram(), features.h(k)
-        C = self.C * float(h.square().mean())
+        C = self.C * float(nonzero(h).abs().log().mean().mul(2).exp())
         duals = [solve(G.numpy(), column.numpy(), self.epsilon, C) for column in y.T]
         beta = torch.stack([torch.from_numpy(one.beta) for one in duals], -1)
         b = torch.tensor([one.b for one in duals], dtype=torch.float64)
@@ -182,7 +182,7 @@ class Solution:
     values: Tensor
     """(n, m): v_j = (α_j − α̃_j)/h(k_j), for the keys as they were given."""
     C: float
-    """The bound of the duals: the problem's C times the mean of h(k)²."""
+    """The bound of the duals: the problem's C times the geometric mean of h(k)²."""
     gap: float
     """The largest relative duality gap of the outputs."""
 
