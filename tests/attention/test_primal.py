@@ -152,6 +152,11 @@ WRONG = {
         "sees='causal' and at=None: a query that sees all keys needs no position, any other "
         "does; its regression is fitted to the keys it sees.",
     ),
+    "unpaired": (
+        lambda: Primal().solve(torch.ones(3, 2), torch.ones(4, 1)),
+        "keys of shape (3, 2) and targets of shape (4, 1) are no data of one regression; give keys "
+        "(n, d) and targets (n, m), a head at a time.",
+    ),
     "not derived": (
         lambda: Primal(keys=(BatchNorm(),), sees=3).attention(),
         "(BatchNorm(beta=1.0, eps=1e-05),) depends on the keys that a query sees, and with "

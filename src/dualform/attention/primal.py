@@ -82,6 +82,12 @@ class Primal(Problem):
         >>> Primal().solve(torch.randn(8, 3), torch.randn(8, 2)).support.shape
         torch.Size([8, 2])
         """
+        if not keys.ndim == targets.ndim == 2 or len(keys) != len(targets):
+            raise AttentionError(
+                f"keys of shape {tuple(keys.shape)} and targets of shape {tuple(targets.shape)} "
+                "are no data of one regression; give keys (n, d) and targets (n, m), a head at a "
+                "time."
+            )
         if (self.sees == "all") != (at is None):
             raise AttentionError(
                 f"sees={self.sees!r} and at={at}: a query that sees all keys needs no position, "
@@ -130,7 +136,7 @@ class Primal(Problem):
 
 
 class _Features:
-    """Φ(Tx)/h(x) by its inner products, in float64; shares no code with the layers."""
+    """Φ(Tx)/h(x) by its inner products, in float64, straight from the definition."""
 
     def __init__(self, primal: Primal, k: Tensor) -> None:
         self._primal, self._keys = primal, k
