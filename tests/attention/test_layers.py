@@ -202,6 +202,13 @@ def test_statistics_of_far_keys_do_not_cancel() -> None:
         )
 
 
+def test_first_causal_queries_do_not_overflow_float16() -> None:
+    q, k, v = (x.half() for x in draw(14, 12, 12, D=8))
+    y = attention.batch_norm(10 * q, k, v, is_causal=True, eps=1e-3)
+    assert y.isfinite().all()
+    torch.testing.assert_close(y[..., 0, :], v[..., 0, :])
+
+
 KINDS = ["softmax", "linear", "local", "batch_norm", "scaled_heads", "batch_norm_scaled_heads"]
 COMPILE = """
 import sys, torch
