@@ -41,16 +41,28 @@ def softmax(
             attn_mask = with_causal(attn_mask, causal_mask(L, S, offset, q.device))
         is_causal = False
     with _backend():
-        return scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask,
+        y = scaled_dot_product_attention(
+            _four(q),
+            _four(k),
+            _four(v),
+            _four_mask(attn_mask, q),
             dropout_p,
             is_causal,
             scale=scale,
             enable_gqa=heads(q) != heads(k),
         )
+    return y if q.ndim == 4 else y.reshape(*q.shape[:-1], v.shape[-1])
+
+
+def _four(x: Tensor) -> Tensor:
+    """(batch, heads, rows, width), the only shape that fused kernels are there for."""
+    return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x[(None,) * (4 - x.ndim)]
+
+
+def _four_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None or mask.ndim < 4 or q.ndim < 5:
+        return mask
+    return mask.expand(*q.shape[:-3], *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
 
 
 def _backend() -> AbstractContextManager[None]:
