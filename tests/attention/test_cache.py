@@ -31,6 +31,16 @@ def test_shared_heads_and_long_windows() -> None:
         near(read, attention.kind(name, **options)(q, k, v, is_causal=True), 1e-8)
 
 
+@pytest.mark.parametrize("steps", [(2, 3, 1, 9), (1, 2, 12), (15,)])
+def test_blocks_that_open_with_the_first_tokens(steps: tuple[int, ...]) -> None:
+    q, k, v = draw(4, 15, 15)
+    options = {"factors": (4,), "lead": 1}
+    cache = attention.Cache("scaled_heads", **options)
+    parts = zip(*(x.split(steps, -2) for x in (q, k, v)), strict=True)
+    read = torch.cat([cache(*part) for part in parts], -2)
+    near(read, attention.scaled_heads(q, k, v, is_causal=True, **options))
+
+
 def test_what_a_context_takes() -> None:
     q, k, v = (x.float() for x in draw(3, 512, 512, batch=(1, 4), D=8, M=8))
     sizes = {}

@@ -51,7 +51,9 @@ for B, H, S, D in ((2, 4, 70, 8), (1, 8, 64, 16)):
                 rows[place : place + len(short.k)] = torch.cat(short[:2], -1)
             return rows
         check(fused, plain, k, v)
-    assert layout_of("packed", (B, H, 50), S, factors, k.device).keys[-1] == layout.rows
+    packed = layout_of("packed", (B, H, 50), S, factors, k.device)
+    assert torch.equal(packed.keys[:-1], packed.places) and packed.keys[-1] == layout.rows
+    assert packed.queries.tolist() == list(range(0, 50 * B * H + 1, 50))
     grouped = lambda q, k, v: scaled_heads_attention(q, k, v, factors, None, "grouped")
     check(grouped, attention.scaled_heads, make(B, H, 50, D), k, v)
 """

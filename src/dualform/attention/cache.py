@@ -214,7 +214,7 @@ class _Statistics(_Pairs):
 class _Blocks(Context):
     """For each factor, complete blocks as one pair each and the pairs of the open block."""
 
-    inner = "softmax"
+    kind, inner = "scaled_heads", "softmax"
 
     def __init__(
         self,
@@ -223,14 +223,26 @@ class _Blocks(Context):
         lead: int = 0,
         **options: Any,
     ) -> None:
-        self._factors, self._pool, self._lead = factors, pool, lead
+        self._factors, self._pool, self._begun = factors, pool, False
         self._read = kind_of(self.inner, **options)
+        self._whole = kind_of(self.kind, factors=factors, pool=pool, lead=lead, **options)
         self._groups = [_Group(factor, pool, lead) for factor in factors]
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         require_factors(self._factors, self._pool, heads(k))
+        if not self._begun and q.shape[-2] > 1:
+            return self._begin(q, k, v)
+        self._begun = True
         tokens = (self._one(*(x[..., t : t + 1, :] for x in (q, k, v))) for t in range(q.shape[-2]))
         return torch.cat(list(tokens), -2)
+
+    def _begin(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The first tokens all at once."""
+        self._begun = True
+        split = (x.chunk(len(self._factors), -3) for x in (k, v))
+        for group, k_, v_ in zip(self._groups, *split, strict=True):
+            group.begin(k_, v_)
+        return self._whole(q, k, v, is_causal=True)
 
     def _one(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         split = (x.chunk(len(self._factors), -3) for x in (q, k, v))
@@ -244,7 +256,7 @@ class _Blocks(Context):
 class _NormalizedBlocks(_Blocks):
     """The same, read with the statistics of what is kept."""
 
-    inner = "batch_norm"
+    kind, inner = "batch_norm_scaled_heads", "batch_norm"
 
 
 class _Group:
@@ -254,6 +266,17 @@ class _Group:
         self._factor, self._pool, self._left = factor, pool, lead
         self._k, self._v = Rows(), Rows()
         self._open: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, k: Tensor, v: Tensor) -> None:
+        """Takes in the first pairs: leading ones, complete blocks, and the rest."""
+        n = k.shape[-2]
+        lead = min(self._left, n)
+        end = lead + (n - lead) // self._factor * self._factor
+        self._left -= lead
+        self._keep(k[..., :lead, :], v[..., :lead, :])
+        whole_k, whole_v = (x[..., lead:end, :] for x in (k, v))
+        self._keep(*shorten(whole_k, whole_v, self._factor, self._pool)[:2])
+        self._open = [(k[..., t : t + 1, :], v[..., t : t + 1, :]) for t in range(end, n)]
 
     def after(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values that a query sees once this pair is in."""
