@@ -13,17 +13,20 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-EVERYTHING = {"memory", "ledger", "record", "read", "explore", "evaluate", "testing", "demo", "cli"}
+EVERYTHING = {"memory", "ledger", "record", "read", "attention", "explore", "evaluate", "testing"}
+EVERYTHING |= {"studies", "demo", "cli"}
 MAY_IMPORT = {
     "errors": set(),
     "memory": set(),
     "ledger": set(),
     "record": {"memory", "ledger"},
     "read": {"memory", "ledger", "record.layers", "record.optimizers"},
+    "attention": {"memory", "families"},
     "integrations": {"record"},
     "explore": {"read", "ledger"},
     "evaluate": {"read"},
     "testing": {"ledger", "record", "read"},
+    "studies": EVERYTHING,
     "demo": EVERYTHING,
     "cli": EVERYTHING,
     "": EVERYTHING,
@@ -79,7 +82,7 @@ def test_no_import_cycles() -> None:
 def public_names() -> list[tuple[str, object]]:
     """What the front door and the parts' own front doors offer."""
     parts = ["", ".errors", ".memory", ".ledger", ".record", ".read", ".explore", ".testing"]
-    parts += [".integrations", ".evaluate"]
+    parts += [".integrations", ".evaluate", ".attention", ".attention.transformers"]
     found: dict[int, tuple[str, object]] = {}
     for part in parts:
         module = importlib.import_module(f"dualform{part}")

@@ -250,6 +250,32 @@ def suspects(run: Path, count: int, layer: str | None, as_json: bool) -> None:
         _print(ranking)
 
 
+@cli.group()
+def study() -> None:
+    """The papers' experiments, one command each."""
+
+
+@study.command()
+@click.option("--data", type=click.Path(path_type=Path), help="Default: $DUALFORM_DATA.")
+@click.option("--setting", type=click.Choice(["small", "paper"]), default="small")
+@click.option("--dataset", "datasets", multiple=True, help="Default: all four.")
+@click.option("--kind", "kinds", multiple=True, help="Default: all five.")
+@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write every training as JSON.")
+@as_json
+def uea(data: Path | None, out: Path | None, as_json: bool, **chosen: Any) -> None:
+    """Classify time series with each attention layer; test accuracy with intervals."""
+    from dualform.studies import uea
+    from dualform.studies.series import data_folder
+
+    results = uea.study(data_folder(data), console=Console(quiet=as_json), **chosen)
+    if out is not None:
+        uea.save(results, out)
+    _print_json(uea.summary(results)) if as_json else _print(uea.table(results))
+
+
 def main() -> None:
     """Runs the command line; an error is one line, unless --debug asks for more."""
     try:

@@ -15,8 +15,9 @@
     │   ├── UnknownStepError         no such step
     │   ├── UnknownSampleError (KeyError) no such sample
     │   └── ModelMismatchError       the model is not the one that was recorded
-    └── EvaluationError (ValueError)   scores and ground truth that do not go together
-        └── RetrainingError (RuntimeError) a training in a worker process failed
+    ├── EvaluationError (ValueError)   scores and ground truth that do not go together
+    │   └── RetrainingError (RuntimeError) a training in a worker process failed
+    └── AttentionError (ValueError)  shapes, masks or options an attention layer cannot take
 
 Each is also the builtin named in parentheses, so `except OSError` keeps working.
 
@@ -117,3 +118,7 @@ class EvaluationError(DualformError, ValueError):
 
 class RetrainingError(EvaluationError, RuntimeError):
     """A training of a ground truth failed."""
+
+
+class AttentionError(DualformError, ValueError):
+    """Shapes, masks or options that an attention layer cannot take."""

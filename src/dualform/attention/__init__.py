@@ -1,0 +1,54 @@
+"""Attention layers as duals of regressions: derive one, use one, look inside one.
+
+An attention layer is the support vector expansion of a regression whose primal is a layer of a
+neural network (Nguyen et al., *A Primal-Dual Framework for Transformers and Neural Networks*, ICLR
+2023). `Primal` states such a problem, solves it, and gives the layer; the layers are functions of
+q, k, v on torch's fused kernels; `MultiheadAttention` is torch's module with a choice of layer.
+
+>>> import torch
+>>> from dualform import attention
+>>> q, k, v = torch.randn(3, 2, 4, 10, 8).unbind()      # batch 2, 4 heads, 10 tokens, width 8
+>>> attention.batch_norm(q, k, v, is_causal=True).shape
+torch.Size([2, 4, 10, 8])
+>>> attention.scaled_heads(q, k, v, factors=(1, 2, 4, 8)).shape
+torch.Size([2, 4, 10, 8])
+"""
+
+from dualform.attention.batch_norm import batch_norm
+from dualform.attention.cache import Cache
+from dualform.attention.inspection import Inspection, Support, inspect
+from dualform.attention.kinds import kind, with_weights
+from dualform.attention.linear import linear
+from dualform.attention.local import local
+from dualform.attention.memories import memory
+from dualform.attention.multihead import MultiheadAttention
+from dualform.attention.primal import Primal, Solution
+from dualform.attention.ridge import ridge
+from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
+from dualform.attention.softmax import softmax
+from dualform.attention.transforms import BatchNorm, RmsNorm, Shorten, Transform, UnitLength
+
+__all__ = [
+    "BatchNorm",
+    "Cache",
+    "Inspection",
+    "MultiheadAttention",
+    "Primal",
+    "RmsNorm",
+    "Shorten",
+    "Solution",
+    "Support",
+    "Transform",
+    "UnitLength",
+    "batch_norm",
+    "batch_norm_scaled_heads",
+    "inspect",
+    "kind",
+    "linear",
+    "local",
+    "memory",
+    "ridge",
+    "scaled_heads",
+    "softmax",
+    "with_weights",
+]

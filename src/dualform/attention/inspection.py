@@ -1,0 +1,128 @@
+"""What a running layer would be as a regression: its duals, its support vectors, its heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualform.attention.kinds import kind as kind_of
+from dualform.attention.linear import ELU_PLUS_ONE
+from dualform.attention.multihead import MultiheadAttention
+from dualform.attention.shapes import for_each_query_head
+from dualform.attention.shorten import shorten
+from dualform.attention.transforms import BatchNorm
+from dualform.errors import AttentionError
+
+
+@dataclass(frozen=True)
+class Support:
+    """How many duals are zero, within the box |α| ≤ C, or at its bound and beyond.
+
+    >>> Support(C=1.0, zero=3, inside=5, bound=0)
+    Support(C=1.0, zero=3, inside=5, bound=0)
+    """
+
+    C: float
+    zero: int
+    inside: int
+    bound: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The duals α = v·h(k) of each head, (batch, keys, m), and what the heads give.
+
+    >>> _ = torch.manual_seed(0)
+    >>> seen = inspect(MultiheadAttention(16, 4, kind="batch_norm"), torch.randn(10, 2, 16))
+    >>> len(seen.alpha), seen.alpha[0].shape
+    (4, torch.Size([2, 10, 4]))
+    >>> 0 < seen.distance() and 0 < seen.distance(relative=True) < 2
+    True
+    """
+
+    alpha: tuple[Tensor, ...]
+    """One a head; heads of shortened keys have fewer rows."""
+    outputs: Tensor
+    """(batch, heads, L, m), before the output projection."""
+
+    def support(self, C: float, tolerance: float = 1e-6) -> list[Support]:
+        """For each head, how its duals stand to a box |α| ≤ C."""
+        found = []
+        for alpha in self.alpha:
+            zero = int((alpha.abs() <= tolerance * C).sum())
+            bound = int((alpha.abs() >= C * (1 - tolerance)).sum())
+            found.append(Support(C, zero, alpha.numel() - zero - bound, bound))
+        return found
+
+    def distance(self, relative: bool = False) -> float:
+        """Mean over pairs of heads, samples and tokens of ‖o_h − o_g‖: small where heads repeat.
+
+        `relative` divides by the mean ‖o_h‖, so that layers of any scale can be compared.
+        """
+        heads = self.outputs.shape[1]
+        if heads < 2:
+            raise AttentionError("one head has no others to be compared with.")
+        first, second = torch.triu_indices(heads, heads, 1, device=self.outputs.device)
+        apart = (self.outputs[:, first] - self.outputs[:, second]).norm(dim=-1).mean()
+        return float(apart / self.outputs.norm(dim=-1).mean() if relative else apart)
+
+
+@torch.no_grad()
+def inspect(layer: nn.MultiheadAttention, x: Tensor, context: Tensor | None = None) -> Inspection:
+    """The duals α_j = v_j h(k_j) of a layer that runs on x, and its heads' outputs, in float64.
+
+    Takes torch's module too. With `context`, keys and values come from there.
+
+    >>> seen = inspect(torch.nn.MultiheadAttention(16, 4), torch.randn(10, 2, 16))
+    >>> seen.support(C=100.0)[0].C
+    100.0
+    """
+    module = _ours(layer).double().eval()
+    rows = [x.double(), *[(x if context is None else context).double()] * 2]
+    if not module.batch_first:
+        rows = [t.transpose(0, 1) for t in rows]
+    q, k, v = module.heads(*rows)
+    outputs = kind_of(module.kind, **module.options)(q, k, v)
+    k, v = (for_each_query_head(t, q) for t in (k, v))
+    alpha = [_duals(module, k[:, h], v[:, h], h) for h in range(module.num_heads)]
+    return Inspection(tuple(alpha), outputs)
+
+
+def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
+    options: dict[str, Any] = {"kind": "softmax"}
+    if isinstance(layer, MultiheadAttention):
+        options = {"kind": layer.kind, "num_kv_heads": layer.num_kv_heads, **layer.options}
+    copy = MultiheadAttention(
+        layer.embed_dim,
+        layer.num_heads,
+        bias=layer.in_proj_bias is not None,
+        kdim=layer.kdim,
+        vdim=layer.vdim,
+        batch_first=layer.batch_first,
+        **options,
+    )
+    copy.load_state_dict(layer.state_dict())
+    return copy.to(layer.out_proj.weight.device)
+
+
+def _duals(module: MultiheadAttention, k: Tensor, v: Tensor, head: int) -> Tensor:
+    """v_j h(k_j), h by the features and the data of the head's regression."""
+    options = module.options
+    if "scaled_heads" in module.kind:
+        factors = options.get("factors", (1, 2, 4, 8))
+        factor = factors[head * len(factors) // module.num_heads]
+        k, v, _ = shorten(k, v, factor, options.get("pool", "mean"))
+    if "batch_norm" in module.kind:
+        k = BatchNorm(options.get("beta", 1.0), options.get("eps", 1e-5)).apply(k, k)
+    if module.kind == "linear":
+        phi: Tensor = options.get("features", ELU_PLUS_ONE).features(k)
+        return v * (phi @ phi.sum(-2).unsqueeze(-1))
+    scale: float = options.get("scale") or k.shape[-1] ** -0.5
+    products = (scale * k @ k.mT).exp()
+    if module.kind == "local":
+        j = torch.arange(k.shape[-2], device=k.device)
+        products = products * ((j[:, None] - j).abs() <= options.get("window", 64))
+    return v * products.sum(-1, keepdim=True)

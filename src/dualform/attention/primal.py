@@ -1,0 +1,232 @@
+"""The problem whose support vector expansion is an attention layer.
+
+    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j)   with   f(x) = W Φ(Tx)/h(x) + b within ε of the targets, but
+    for ξ
+
+has a solution W = Σ_j (α_j − α̃_j) Φ(Tk_j)/h(k_j), so f(x) = Σ_j [Φ(Tx)·Φ(Tk_j)/h(x)] v_j + b with
+v_j = (α_j − α̃_j)/h(k_j): attention. Choosing Φ, h, T and which keys are seen is choosing the
+layer. In a network v_j = W_V x_j stands in for the duals; no regression is solved when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualform.attention.batch_norm import batch_norm
+from dualform.attention.derivation import Problem
+from dualform.attention.linear import linear
+from dualform.attention.local import local
+from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
+from dualform.attention.softmax import softmax
+from dualform.attention.svr import solve
+from dualform.attention.transforms import BatchNorm, Shorten, Transform
+from dualform.errors import AttentionError
+from dualform.memory import Exponential, FeatureMap
+from dualform.memory.kernels import nonzero
+
+
+@dataclass(frozen=True)
+class Primal(Problem):
+    """f(x) = W Φ(Tx)/h(x) + b, fitted to keys and targets: choose Φ, h, T and what is seen.
+
+    >>> from dualform.attention import BatchNorm, Primal
+    >>> primal = Primal(keys=(BatchNorm(),))                 # Attention-BN
+    >>> k, y, q = (torch.randn(n, 3, dtype=torch.float64) for n in (8, 8, 2))
+    >>> solution = primal.solve(k, y)
+    >>> solution.gap < 1e-6
+    True
+    >>> read = primal.attention()(q, k, solution.values) + solution.b
+    >>> torch.allclose(read, solution.predict(q), rtol=0, atol=1e-10)
+    True
+
+    Args:
+        kernel: Φ, by its kernel Φ(x)·Φ(y). `Exponential` gives softmax attention.
+        normalizer: h(x) = Σ_j Φ(Tx)·Φ(Tk_j) over the keys that are seen ("sum"), or 1 ("one").
+        sees: "all" keys, the keys up to a query's position ("causal"), or a window around it.
+        keys: what happens to queries and keys before Φ, in this order.
+        epsilon: how far off a prediction may be at no cost.
+        C: the price of being further off, in units of h̄², the geometric mean of h(k)².
+    """
+
+    def attention(self) -> Callable[..., Tensor]:
+        """The derived layer, a function of q, k, v on the fused kernels.
+
+        >>> from dualform.attention import Primal, Shorten
+        >>> layer = Primal(keys=(Shorten(4),), sees="causal").attention()
+        >>> layer(*torch.randn(3, 2, 16, 8).unbind()).shape
+        torch.Size([2, 16, 8])
+        """
+        if not isinstance(self.sees, int) and isinstance(self.kernel, Exponential):
+            layer = _with_statistics(self.keys)
+            if layer is not None:
+                return partial(layer, scale=self.kernel.scale, is_causal=self.sees == "causal")
+        if self.sees != "all" and any(step.depends_on_keys for step in self.keys):
+            raise AttentionError(
+                f"{self.keys} depends on the keys that a query sees, and with {self.kernel} and "
+                f"sees={self.sees!r} that is known for sees='all' only."
+            )
+        return partial(_transformed, layer=self._plain(), keys=self.keys)
+
+    def solve(self, keys: Tensor, targets: Tensor, at: int | None = None) -> Solution:
+        """The regression on keys (n, d) and targets (n, m) at its optimum, each output by itself.
+
+        Where a query sees only some keys it has a regression of its own: `at` is its position.
+
+        >>> from dualform.attention import Primal
+        >>> Primal().solve(torch.randn(8, 3), torch.randn(8, 2)).support.shape
+        torch.Size([8, 2])
+        """
+        if not keys.ndim == targets.ndim == 2 or len(keys) != len(targets):
+            raise AttentionError(
+                f"keys of shape {tuple(keys.shape)} and targets of shape {tuple(targets.shape)} "
+                "are no data of one regression; give keys (n, d) and targets (n, m), a head at a "
+                "time."
+            )
+        if (self.sees == "all") != (at is None):
+            raise AttentionError(
+                f"sees={self.sees!r} and at={at}: a query that sees all keys needs no position, "
+                "any other does; its regression is fitted to the keys it sees."
+            )
+        keys, targets = keys.detach().double(), targets.detach().double()
+        seen = self._seen(len(keys), at)
+        k, y = keys[seen], targets[seen]
+        for step in self.keys:
+            k, y = step.shorten(k, y, open_end=self.sees == "causal")
+        features = _Features(self, k)
+        G, h = features.gram(), features.h(k)
+        C = self.C * float(nonzero(h).abs().log().mean().mul(2).exp())
+        duals = [solve(G.numpy(), column.numpy(), self.epsilon, C) for column in y.T]
+        beta = torch.stack([torch.from_numpy(one.beta) for one in duals], -1)
+        b = torch.tensor([one.b for one in duals], dtype=torch.float64)
+        values = self._lengthened(beta / nonzero(h), keys, seen)
+        return Solution(features, beta, b, values, C, max(one.gap for one in duals))
+
+    def _plain(self) -> Callable[..., Tensor]:
+        if isinstance(self.kernel, Exponential):
+            scale = self.kernel.scale
+            if isinstance(self.sees, int):
+                return partial(local, window=self.sees, scale=scale)
+            return partial(softmax, is_causal=self.sees == "causal", scale=scale)
+        assert isinstance(self.kernel, FeatureMap)
+        layer = partial(linear, features=self.kernel, normalized=self.normalizer == "sum")
+        if isinstance(self.sees, int):
+            return partial(_windowed, layer=layer, window=self.sees)
+        return partial(layer, is_causal=self.sees == "causal")
+
+    def _seen(self, n: int, at: int | None) -> Tensor:
+        j = torch.arange(n)
+        if at is None:
+            return j >= 0
+        return j <= at if self.sees == "causal" else (j - at).abs() <= int(self.sees)
+
+    def _lengthened(self, values: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+        """Values of the keys as they were given; 0 for those that were not seen."""
+        if self.keys and isinstance(self.keys[0], Shorten):
+            rows = int(seen.sum())
+            values = self.keys[0].lengthen(values, rows, self.sees == "causal")
+        everywhere = values.new_zeros(len(keys), values.shape[-1])
+        everywhere[seen] = values
+        return everywhere
+
+
+class _Features:
+    """Φ(Tx)/h(x) by its inner products, in float64, straight from the definition."""
+
+    def __init__(self, primal: Primal, k: Tensor) -> None:
+        self._primal, self._keys = primal, k
+        self.k = self._transformed(k)
+
+    def h(self, x: Tensor) -> Tensor:
+        """(n, 1): h(x) = Σ_j Φ(Tx)·Φ(Tk_j), or 1."""
+        products = self.products(x)
+        ones = torch.ones_like(products[:, :1])
+        return products.sum(-1, keepdim=True) if self._primal.normalizer == "sum" else ones
+
+    def products(self, x: Tensor) -> Tensor:
+        """(n, keys): Φ(Tx)·Φ(Tk_j)."""
+        kernel, x = self._primal.kernel, self._transformed(x)
+        if isinstance(kernel, Exponential):
+            scale = x.shape[-1] ** -0.5 if kernel.scale is None else kernel.scale
+            return (scale * x @ self.k.T).exp()
+        return kernel.features(x) @ kernel.features(self.k).T
+
+    def gram(self) -> Tensor:
+        """(keys, keys): G_ij = Φ(Tk_i)·Φ(Tk_j) / (h(k_i) h(k_j))."""
+        return self.against(self._keys)
+
+    def against(self, x: Tensor) -> Tensor:
+        """(n, keys): Φ(Tx)·Φ(Tk_j) / (h(x) h(k_j))."""
+        return self.products(x) / nonzero(self.h(x)) / nonzero(self.h(self._keys)).T
+
+    def _transformed(self, x: Tensor) -> Tensor:
+        keys = self._keys
+        for step in self._primal.keys:
+            x, keys = step.apply(x, keys), step.apply(keys, keys)
+        return x
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A regression at its optimum: α − α̃, b, and the values that make attention of it.
+
+    >>> from dualform.attention import Primal
+    >>> solution = Primal(C=0.01).solve(torch.randn(8, 3), torch.randn(8, 1))
+    >>> bool((solution.beta.abs() <= solution.C).all())
+    True
+    """
+
+    features: _Features = field(repr=False)
+    beta: Tensor
+    """(keys, m): α − α̃, after shortening."""
+    b: Tensor
+    values: Tensor
+    """(n, m): v_j = (α_j − α̃_j)/h(k_j), for the keys as they were given."""
+    C: float
+    """The bound of the duals: the problem's C times the geometric mean of h(k)²."""
+    gap: float
+    """The largest relative duality gap of the outputs."""
+
+    @property
+    def support(self) -> Tensor:
+        """(keys, m): which keys are support vectors, |α − α̃| > 1e-6 C."""
+        return self.beta.abs() > 1e-6 * self.C
+
+    def predict(self, x: Tensor) -> Tensor:
+        """f(x) = Σ_j (α_j − α̃_j) Φ(Tx)·Φ(Tk_j)/(h(x) h(k_j)) + b, the regression as such."""
+        return self.features.against(x.double()) @ self.beta + self.b
+
+
+def _with_statistics(keys: tuple[Transform, ...]) -> Callable[..., Tensor] | None:
+    """The layer of these transforms that knows what every query sees, if there is one."""
+    if len(keys) == 1 and isinstance(keys[0], BatchNorm):
+        return partial(batch_norm, beta=keys[0].beta, eps=keys[0].eps)
+    if not keys or not isinstance(keys[0], Shorten):
+        return None
+    given: dict[str, Any] = {"factors": (keys[0].factor,), "pool": keys[0].pool}
+    if len(keys) == 1:
+        return partial(scaled_heads, **given)
+    if len(keys) == 2 and isinstance(keys[1], BatchNorm):
+        return partial(batch_norm_scaled_heads, beta=keys[1].beta, eps=keys[1].eps, **given)
+    return None
+
+
+def _transformed(
+    q: Tensor, k: Tensor, v: Tensor, *, layer: Callable[..., Tensor], keys: tuple[Transform, ...]
+) -> Tensor:
+    for step in keys:
+        k, v = step.shorten(k, v, open_end=False)
+        q, k = step.apply(q, k), step.apply(k, k)
+    return layer(q, k, v)
+
+
+def _windowed(
+    q: Tensor, k: Tensor, v: Tensor, *, layer: Callable[..., Tensor], window: int
+) -> Tensor:
+    i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
+    return layer(q, k, v, (i[:, None] - j).abs() <= window)

@@ -1,0 +1,135 @@
+"""Every layer one query at a time, in float64, by the definition: what the fast ones are tested
+against.
+
+A reference takes one head, (L, D), (S, D) and (S, M), and which keys each query sees (L, S). It
+shares no code with the layers. Batch normalization normalizes queries and keys, as the derivation
+says.
+
+>>> import torch
+>>> q, k, v = torch.zeros(1, 2), torch.eye(2), torch.tensor([[1.0], [3.0]])
+>>> softmax(q, k, v, torch.ones(1, 2, dtype=torch.bool))
+tensor([[2.]], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Read = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float | None = None) -> Tensor:
+    """Σ_j exp(scale q·k_j) v_j / Σ_j exp(scale q·k_j) over the keys that are seen.
+
+    >>> sees = torch.tensor([[True, False]])
+    >>> softmax(torch.ones(1, 1), torch.ones(2, 1), torch.tensor([[5.0], [7.0]]), sees)
+    tensor([[5.]], dtype=torch.float64)
+    """
+    return _each(q, k, v, sees, lambda q, k, v: _average(q, k, v, scale))
+
+
+def linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sees: Tensor,
+    features: Callable[[Tensor], Tensor],
+    normalized: bool = True,
+) -> Tensor:
+    """Σ_j φ(q)·φ(k_j) v_j, over Σ_j φ(q)·φ(k_j) where normalized.
+
+    >>> sees = torch.ones(1, 2, dtype=torch.bool)
+    >>> linear(torch.ones(1, 1), torch.ones(2, 1), torch.tensor([[5.0], [7.0]]), sees, torch.relu)
+    tensor([[6.]], dtype=torch.float64)
+    """
+
+    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = [(features(q) * features(k_j)).sum() for k_j in k]
+        total = sum(weights) if normalized else 1
+        y = sum((w * v_j for w, v_j in zip(weights, v, strict=True)), torch.zeros_like(v[0]))
+        return y if total == 0 else y / total
+
+    return _each(q, k, v, sees, read)
+
+
+def batch_norm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sees: Tensor,
+    scale: float | None = None,
+    beta: float = 1.0,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Softmax attention of (q − βμ)/s to (k − βμ)/s, μ and s² = σ² + ε over the keys that are seen.
+
+    >>> q, k, v = torch.randn(3, 4, 2).unbind()
+    >>> sees = torch.ones(4, 4, dtype=torch.bool)
+    >>> y = batch_norm(q, k, v, sees)
+    >>> torch.allclose(batch_norm(q + 1, k + 1, v, sees), y)
+    True
+    """
+
+    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mu = sum(k, torch.zeros_like(q)) / len(k)
+        variance = sum(((k_j - mu) ** 2 for k_j in k), torch.zeros_like(q)) / len(k)
+        s = (variance + eps).sqrt()
+        return _average((q - beta * mu) / s, (k - beta * mu) / s, v, scale)
+
+    return _each(q, k, v, sees, read)
+
+
+def shortened(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    factor: int,
+    lead: int,
+    causal: bool,
+    inner: Callable[..., Tensor],
+) -> Tensor:
+    """One head of scaled heads: each query reads the shortened keys of its past by `inner`.
+
+    >>> q, k, v = torch.randn(3, 4, 2).unbind()
+    >>> sees = torch.ones(4, 4, dtype=torch.bool)
+    >>> torch.equal(shortened(q, k, v, 1, 0, False, softmax), softmax(q, k, v, sees))
+    True
+    """
+    rows = []
+    for i, q_i in enumerate(q.double()):
+        until = min(i + 1, len(k)) if causal else len(k)
+        short_k, short_v = (_shorten(x.double()[:until], factor, lead, causal) for x in (k, v))
+        sees = torch.ones(1, len(short_k), dtype=torch.bool)
+        rows.append(inner(q_i[None], short_k, short_v, sees)[0])
+    return torch.stack(rows)
+
+
+def _shorten(x: Tensor, factor: int, lead: int, causal: bool) -> Tensor:
+    """Means of blocks; under causality the last block stays as it is until it is complete."""
+    rows = list(x[:lead])
+    for start in range(lead, len(x), factor):
+        block = x[start : start + factor]
+        rows += list(block) if causal and len(block) < factor else [block.mean(0)]
+    return torch.stack(rows)
+
+
+def _each(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, read: Read) -> Tensor:
+    q, k, v = q.double(), k.double(), v.double()
+    rows = [
+        read(q_i, k[seen], v[seen]) if seen.any() else v.new_zeros(v.shape[1])
+        for q_i, seen in zip(q, sees, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _average(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    scale = 1 / len(q) ** 0.5 if scale is None else scale
+    logits = [(q * k_j).sum() * scale for k_j in k]
+    weights = torch.stack([(logit - max(logits)).exp() for logit in logits])
+    return (
+        sum((w * v_j for w, v_j in zip(weights, v, strict=True)), torch.zeros_like(v[0]))
+        / weights.sum()
+    )

@@ -1,0 +1,1 @@
+"""The papers' experiments, one module each, one command each: `dualform study NAME`."""

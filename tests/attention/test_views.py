@@ -1,0 +1,92 @@
+"""Layers as memories, and what an inspection says of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.attention.cases import CASES, Case, draw, near
+from torch import nn
+
+from dualform import attention
+from dualform.attention import Primal
+from dualform.errors import AttentionError
+from dualform.memory import EluPlusOne, Relu
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_memory_of_the_context_is_the_layer(case: Case) -> None:
+    q, k, v = draw(1, 6, 8)
+    memory = attention.memory(case.name, k, v, **case.options)
+    near(memory.read(q), case.layer(q, k, v))
+    near(memory.scores(q) @ v, memory.read(q))
+
+
+@pytest.mark.parametrize("options", [{}, {"features": Relu()}, {"normalized": False}])
+def test_linear_attentions_recurrent_state_is_the_primal_form(options: dict[str, object]) -> None:
+    q, k, v = draw(2, 1, 9, batch=(4,))
+    cache = attention.Cache("linear", **options)
+    read = cache(q, k[..., :1, :], v[..., :1, :])
+    for t in range(1, 9):
+        read = cache(q, k[..., t : t + 1, :], v[..., t : t + 1, :])
+    primal = attention.memory("linear", k, v, **options).primal()
+    near(primal.read(q), read)
+    state = cache._context.tensors()
+    near(primal.W, state[0].mT)
+
+
+def test_joined_memories_are_the_layer_of_the_joined_context() -> None:
+    q, k, v = draw(3, 4, 8)
+    parts = [
+        attention.memory("batch_norm", k[..., s, :], v[..., s, :]) for s in (slice(5), slice(5, 8))
+    ]
+    near((parts[0] + parts[1]).read(q), attention.batch_norm(q, k, v))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "linear", "batch_norm", "scaled_heads"])
+def test_duals_of_a_layer_are_those_of_its_regression(kind: str) -> None:
+    torch.manual_seed(0)
+    options = {"factors": (1, 2)} if kind == "scaled_heads" else {}
+    module = attention.MultiheadAttention(6, 2, batch_first=True, kind=kind, **options).double()
+    x = torch.randn(1, 12, 6).double()
+    seen = attention.inspect(module, x)
+    _, k, v = (t[0] for t in module.heads(x, x, x))
+    keys = {
+        "softmax": [(), ()],
+        "linear": [(), ()],
+        "batch_norm": [(attention.BatchNorm(),)] * 2,
+        "scaled_heads": [(), (attention.Shorten(2),)],
+    }[kind]
+    for head in range(2):
+        kernel = {"kernel": EluPlusOne()} if kind == "linear" else {}
+        solution = Primal(keys=keys[head], **kernel).solve(k[head], v[head])
+        h = solution.features.h(solution.features._keys)
+        values = v[head].unflatten(0, (-1, 2)).mean(1) if keys[head] and options else v[head]
+        near(seen.alpha[head][0], values * h)
+    joined = seen.outputs.transpose(1, 2).flatten(2)
+    near(module.out_proj(joined), module(x, x, x)[0])
+
+
+def test_head_distance_by_hand() -> None:
+    outputs = torch.tensor([[[[3.0, 4.0]], [[0.0, 0.0]], [[3.0, 4.0]]]])
+    seen = attention.Inspection((), outputs)
+    assert seen.distance() == pytest.approx((5 + 0 + 5) / 3)
+    assert seen.distance(relative=True) == pytest.approx(1.0)
+    with pytest.raises(AttentionError, match="one head has no others to be compared with"):
+        attention.Inspection((), outputs[:, :1]).distance()
+
+
+def test_support_against_a_box() -> None:
+    seen = attention.Inspection(
+        (torch.tensor([[[0.0, 0.5], [-1.0, 2.0]]]),), torch.zeros(1, 1, 1, 1)
+    )
+    assert seen.support(C=1.0) == [attention.Support(1.0, zero=1, inside=1, bound=2)]
+
+
+def test_torchs_own_module_can_be_inspected() -> None:
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(6, 2, kdim=3, vdim=3)
+    x, context = torch.randn(4, 2, 6), torch.randn(7, 2, 3)
+    seen = attention.inspect(module, x, context)
+    assert [a.shape for a in seen.alpha] == [(2, 7, 3)] * 2
+    joined = module.out_proj(seen.outputs.float().transpose(1, 2).flatten(2)).transpose(0, 1)
+    near(joined, module(x, context, context)[0], 1e-5)
