@@ -10,6 +10,7 @@
     ├── RecordingError (RuntimeError)  the training loop cannot be booked
     │   ├── SampleIdsError (ValueError)   ids that do not fit the batch
     │   └── NonFiniteError           NaN or infinity reached a gradient
+    ├── FamilyError (ValueError)     a distribution that does not exist, or not with these parameters
     └── ReadingError (ValueError)    a question the run cannot answer
         ├── UnknownLayerError (KeyError)  no such layer or book
         ├── UnknownStepError         no such step
@@ -87,6 +88,10 @@ class NonFiniteError(RecordingError):
         )
         error.step = step
         return error
+
+
+class FamilyError(DualformError, ValueError):
+    """There is no such distribution, or none with these parameters."""
 
 
 class ReadingError(DualformError, ValueError):
