@@ -383,8 +383,9 @@ CLOSED: dict[str, tuple[Callable[[Tensor], Tensor], list[float], list[float], Me
         Gaussian(tensor(0)),
     ),
     "mixture": (
-        lambda x: sum(torch.exp(-((x[:, 0] - m) ** 2) / 2) for m in (-1, 2))
-        / math.sqrt(8 * math.pi),
+        lambda x: (
+            sum(torch.exp(-((x[:, 0] - m) ** 2) / 2) for m in (-1, 2)) / math.sqrt(8 * math.pi)
+        ),
         [-math.inf],
         [math.inf],
         Mixture(Gaussian(tensor(-1, 2).unsqueeze(-1))),

@@ -45,7 +45,7 @@ class _LogHypergeometric(torch.autograd.Function):
 
     @staticmethod
     def forward(s: Tensor, d: int) -> Tensor:
-        return _evaluate(s, d)[0]
+        return _value(_exact(s), d).to(s.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
@@ -65,7 +65,7 @@ class _Ratio(torch.autograd.Function):
 
     @staticmethod
     def forward(s: Tensor, d: int) -> Tensor:
-        return _evaluate(s, d)[1]
+        return _descend(_exact(s), d)[-1].to(s.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
@@ -92,14 +92,24 @@ def _slope(s: Tensor, d: int) -> Tensor:
     return own * (ratio(s, d + 2) - own) / 2
 
 
-def _evaluate(s: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """F_d and R_d, computed in float64 and given in the type of s."""
-    exact = s.double().clamp(max=MOST)
-    F, R = _debye(exact, d / 2 - 1 + LEVELS)
+def _descend(s: Tensor, d: int) -> list[Tensor]:
+    """R of dimension d + 2·LEVELS, …, d + 2, d."""
+    levels = [_debye(s, d / 2 - 1 + LEVELS)[1]]
     for dimension in range(d + 2 * (LEVELS - 1), d - 1, -2):
-        F = F + torch.log1p(exact * R / dimension)
-        R = 1 / (dimension + exact * R)
-    return F.to(s.dtype), R.to(s.dtype)
+        levels.append(1 / torch.addcmul(s.new_tensor(float(dimension)), s, levels[-1]))
+    return levels
+
+
+def _value(s: Tensor, d: int) -> Tensor:
+    """F_d(s), in float64."""
+    above = torch.stack(_descend(s, d)[:-1], dim=-1)
+    dimensions = torch.arange(d + 2 * (LEVELS - 1), d - 1, -2, device=s.device)
+    steps = torch.log1p(s.unsqueeze(-1) * above / dimensions)
+    return _debye(s, d / 2 - 1 + LEVELS)[0] + steps.sum(-1)
+
+
+def _exact(s: Tensor) -> Tensor:
+    return s.double().clamp(max=MOST)
 
 
 def _debye(s: Tensor, nu: float) -> tuple[Tensor, Tensor]:

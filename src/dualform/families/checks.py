@@ -52,7 +52,7 @@ def require_temperature(temperature: float | Tensor) -> None:
     Traceback (most recent call last):
     dualform.errors.FamilyError: temperature=0.0 is not a positive, finite number; ...
     """
-    given = torch.as_tensor(temperature)
+    given = torch.as_tensor(temperature, dtype=torch.float64)
     if not holds((given > 0) & given.isfinite()):
         shown = temperature if isinstance(temperature, float | int) else given.detach().tolist()
         raise FamilyError(

@@ -44,9 +44,7 @@ def _probabilities(
 ) -> tuple[list[float], float]:
     scores = [math.fsum(a * b for a, b in zip(eta, x, strict=True)) for x in points]
     most = max(s for s, h in zip(scores, weights, strict=True) if h > 0)
-    terms = [
-        h * math.exp(s - most) if h > 0 else 0.0 for s, h in zip(scores, weights, strict=True)
-    ]
+    terms = [h * math.exp(s - most) if h > 0 else 0.0 for s, h in zip(scores, weights, strict=True)]
     total = math.fsum(terms)
     return [term / total for term in terms], most + math.log(total)
 
