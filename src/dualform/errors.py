@@ -10,7 +10,7 @@
     ├── RecordingError (RuntimeError)  the training loop cannot be booked
     │   ├── SampleIdsError (ValueError)   ids that do not fit the batch
     │   └── NonFiniteError           NaN or infinity reached a gradient
-    ├── FamilyError (ValueError)     a distribution that does not exist, or not with these parameters
+    ├── FamilyError (ValueError)     a distribution that does not exist
     └── ReadingError (ValueError)    a question the run cannot answer
         ├── UnknownLayerError (KeyError)  no such layer or book
         ├── UnknownStepError         no such step

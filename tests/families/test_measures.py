@@ -1,4 +1,4 @@
-"""Laws of the log-normalizer, for every measure: ∇G is the mean, ∇²G the covariance, G* its dual."""
+"""Laws of the log-normalizer, for every measure: its gradient, its Hessian, its conjugate."""
 
 from __future__ import annotations
 

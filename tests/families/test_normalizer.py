@@ -190,7 +190,7 @@ def test_reads_in_the_type_it_was_given(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("T", [1e-300, 1e-38, 1e-12, 1e-3, 1e3, 1e12, 1e30])
 def test_every_temperature_is_defined(dtype: torch.dtype, T: float) -> None:
-    k, v, q = (x.to(dtype) for x in draw(0, 5, 3))
+    k, _, q = (x.to(dtype) for x in draw(0, 5, 3))
     q.requires_grad_()
     measures = [Empirical(k), Gaussian(k[0]), Sphere(3), Hypercube(3), Interval(k[0], k[0] + 1)]
     for measure in measures:

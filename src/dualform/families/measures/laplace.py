@@ -117,8 +117,8 @@ def _require_box(low: Sequence[float], high: Sequence[float], nodes: int) -> Non
         )
     if nodes < 4 or nodes ** len(low) > MOST_NODES:
         raise FamilyError(
-            f"nodes={nodes} in {len(low)} dimensions make {nodes ** len(low):,} points; 4 or more a "
-            f"dimension, and {MOST_NODES:,} in all at most, are possible."
+            f"nodes={nodes} in {len(low)} dimensions make {nodes ** len(low):,} points; 4 or more "
+            f"a dimension, and {MOST_NODES:,} in all at most, are possible."
         )
 
 
