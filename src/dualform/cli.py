@@ -1,4 +1,4 @@
-"""The command line: `dualform demo`, `info`, `audit`, `top`, `report`."""
+"""The command line: `dualform demo`, `info`, `audit`, `top`, `report`, `study`."""
 
 from __future__ import annotations
 
@@ -131,6 +131,29 @@ def report(run: Path, out: Path, as_json: bool, **asked: Any) -> None:
     reading = _reading(opened, **asked)
     page = write_report(opened, reading, out, _shown(opened, reading, asked["samples"]))
     _print_json({"report": str(page)}) if as_json else click.echo(f"Wrote {page}")
+
+
+@cli.group()
+def study() -> None:
+    """Experiments: what the mathematics leaves open, answered by measurement."""
+
+
+@study.command("fixed-point")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/fixed-point"))
+@click.option("--size", type=click.IntRange(16), default=1024, show_default=True, help="Tokens.")
+@click.option("--steps", type=click.IntRange(2), default=120, show_default=True)
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@as_json
+def fixed_point(out: Path, size: int, steps: int, seeds: int, device: str, as_json: bool) -> None:
+    """Does iterated attention converge, and is what it converges to Gaussian?"""
+    from dualform.studies.fixed_point import run_study
+
+    found = run_study(size=size, steps=steps, seeds=seeds, device=device)
+    paths = found.save(out)
+    _print_json(found.to_dict()) if as_json else _print(found)
+    if not as_json:
+        click.echo(f"Wrote {', '.join(map(str, paths))}")
 
 
 def main() -> None:

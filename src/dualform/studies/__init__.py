@@ -1,0 +1,1 @@
+"""Experiments, one a module and one a command: `dualform study NAME`."""
