@@ -13,16 +13,29 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-EVERYTHING = {"memory", "ledger", "record", "read", "explore", "testing", "demo", "cli"}
+EVERYTHING = {
+    "memory",
+    "families",
+    "ledger",
+    "record",
+    "read",
+    "explore",
+    "testing",
+    "studies",
+    "demo",
+    "cli",
+}
 MAY_IMPORT = {
     "errors": set(),
     "memory": set(),
+    "families": {"memory"},
     "ledger": set(),
     "record": {"memory", "ledger"},
     "read": {"memory", "ledger", "record.layers", "record.optimizers"},
     "integrations": {"record"},
     "explore": {"read", "ledger"},
     "testing": {"ledger", "record", "read"},
+    "studies": EVERYTHING,
     "demo": EVERYTHING,
     "cli": EVERYTHING,
     "": EVERYTHING,
@@ -78,7 +91,7 @@ def test_no_import_cycles() -> None:
 def public_names() -> list[tuple[str, object]]:
     """What the front door and the parts' own front doors offer."""
     parts = ["", ".errors", ".memory", ".ledger", ".record", ".read", ".explore", ".testing"]
-    parts += [".integrations"]
+    parts += [".integrations", ".families", ".families.layers", ".families.fixed_points"]
     found: dict[int, tuple[str, object]] = {}
     for part in parts:
         module = importlib.import_module(f"dualform{part}")
