@@ -31,8 +31,8 @@ from dualform.families import (
 )
 from dualform.families.bessel import log_hypergeometric, ratio
 
-law = settings(deadline=None, max_examples=6)
-few = settings(deadline=None, max_examples=3)
+law = settings(deadline=None, max_examples=4)
+few = settings(deadline=None, max_examples=2)
 F64 = torch.float64
 
 
@@ -106,10 +106,10 @@ def test_covariance_is_symmetric_and_positive_semidefinite(name: str, seed: int)
 @each
 def test_gradcheck_once_and_twice(name: str) -> None:
     G = LogNormalizer(MEASURES[name], 0.7)
-    eta = parameters(G.measure, 5, 2).requires_grad_()
-    for function in (G.value, G.mean, G.entropy):
+    eta = parameters(G.measure, 5).requires_grad_()
+    for function in (G.value, G.mean):
         assert gradcheck(function, eta)
-        assert gradgradcheck(function, eta)
+        assert gradgradcheck(function, eta, fast_mode=True)
 
 
 @each

@@ -33,7 +33,7 @@ from dualform.families import (
 )
 from dualform.memory import Exponential, Memory
 
-law = settings(deadline=None, max_examples=15)
+law = settings(deadline=None, max_examples=10)
 F64 = torch.float64
 seeds = st.integers(0, 2**31)
 sizes = st.integers(1, 6)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dualform.families.checks import require_finite, require_temperature, require_width
+from dualform.families.checks import holds, require_finite, require_temperature, require_width
 from dualform.families.measures.measure import Measure
 
 
@@ -182,8 +182,9 @@ class LogNormalizer:
     def _beta(self, eta: Tensor) -> Tensor:
         """1/T, row by row (…, 1), so that η/T can be squared in its type."""
         require_width("eta", eta, self.measure.width)
-        require_finite("eta", eta)
+        size = eta.detach().abs().amax(-1, keepdim=True).double()
+        if not holds(size.isfinite()):
+            require_finite("eta", eta)
         beta = 1 / torch.as_tensor(self.temperature, dtype=torch.float64, device=eta.device)
         most = torch.finfo(eta.dtype).max ** 0.5
-        size = eta.detach().abs().amax(-1, keepdim=True).double()
         return torch.minimum(beta, most / size.clamp(min=1e-18)).to(eta.dtype)

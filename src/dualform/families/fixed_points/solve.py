@@ -48,8 +48,8 @@ def solve(
     """Iterates x ← step(x) until no state moves farther than the tolerance.
 
     A state is the last `dims` dimensions: 1 where rows do not see each other, 2 for tokens that do.
-    "anderson" combines the last `memory` steps so that what is left of their residuals is least;
-    "plain" takes each step as it is.
+    "anderson" combines the last `memory` steps so that what is left of their residuals is least,
+    and falls back to plain ones where that made it worse; "plain" takes each step as it is.
 
     >>> solve(torch.cos, torch.ones(1, 1), method="plain").steps
     35
@@ -75,27 +75,49 @@ def _flat(x: Tensor, dims: int) -> Tensor:
 
 
 class _Past:
-    """The last few steps and what they left over."""
+    """The last few steps and what they left over, state by state.
+
+    A state whose residual has grown forgets its past and walks plainly for a while, longer each
+    time: where plain iteration converges, so does this.
+    """
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
         self.y: list[Tensor] = []
         self.r: list[Tensor] = []
+        self.known: list[Tensor] = []
+        self.size = self.wait = self.patience = torch.empty(0)
 
     def mixed(self, x: Tensor, y: Tensor) -> Tensor:
         """Σ α_i f(x_i), Σ α_i = 1, with ‖Σ α_i (f(x_i) − x_i)‖ least."""
-        self.y = [*self.y, y][-self.memory :]
-        self.r = [*self.r, y - x][-self.memory :]
-        if len(self.y) == 1:
+        if self.memory == 1:
             return y
-        alpha = _least(torch.stack(self.r, dim=-2))
+        r = y - x
+        self._watch(r.norm(dim=-1, keepdim=True))
+        self.y = [*self.y, y][-self.memory :]
+        self.r = [*self.r, r][-self.memory :]
+        alpha = _least(torch.stack(self.r, dim=-2), torch.stack(self.known, dim=-2))
         return (alpha.unsqueeze(-1) * torch.stack(self.y, dim=-2)).sum(-2)
 
+    def _watch(self, size: Tensor) -> None:
+        if not self.known:
+            self.patience, self.wait = torch.full_like(size, self.memory), torch.zeros_like(size)
+            self.size = size
+        grew = (size > self.size) & (self.wait == 0)
+        self.wait = torch.where(grew, self.patience, (self.wait - 1).clamp(min=0))
+        self.patience = torch.where(grew, 2 * self.patience, self.patience)
+        free = (self.wait == 0).to(size.dtype)
+        self.known = [*(one * free for one in self.known), torch.ones_like(size)][-self.memory :]
+        self.size = size
 
-def _least(r: Tensor) -> Tensor:
-    """The α of least ‖Σ α_i r_i‖ with Σ α_i = 1, by the differences from the last residual."""
+
+def _least(r: Tensor, known: Tensor) -> Tensor:
+    """The α of least ‖Σ α_i r_i‖ with Σ α_i = 1, by the differences from the last residual.
+
+    What is not known (0 instead of 1) has no share.
+    """
     last = r[..., -1:, :]
-    apart = r[..., :-1, :] - last
+    apart = (r[..., :-1, :] - last) * known[..., :-1, :]
     gram = apart @ apart.mT
     size = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     ridge = torch.finfo(r.dtype).eps * 16 * size + torch.finfo(r.dtype).tiny

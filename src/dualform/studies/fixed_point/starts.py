@@ -55,7 +55,7 @@ STARTS: dict[str, Start] = {
 
 
 @cache
-def _embeddings(width: int, vocabulary: int = 2000, window: int = 4) -> tuple[Tensor, Tensor]:
+def _embeddings(width: int, vocabulary: int = 1000, window: int = 4) -> tuple[Tensor, Tensor]:
     """Positive pointwise mutual information of neighboring words, its leading singular vectors.
 
     (Levy and Goldberg, NeurIPS 2014: what skip-gram with negative sampling factorizes.)
