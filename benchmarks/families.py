@@ -244,14 +244,12 @@ def _picture(test: Tensor, machines: dict[str, Boltzmann]) -> None:
         v = field.gibbs(test[torch.randperm(len(test))[:16]], 2000)
         h = machine.hidden.mean(field.given_visible(v))
         rows[name] = machine.visible.mean(field.given_hidden(h)).detach()
-    figure, grid = plt.subplots(
-        len(rows), 16, figsize=(9.6, 0.82 * len(rows)), layout="constrained"
-    )
+    figure, grid = plt.subplots(len(rows), 16, figsize=(9.6, 0.9 * len(rows)), layout="constrained")
     for line, (name, pictures) in zip(grid, rows.items(), strict=True):
         for axes, picture in zip(line, pictures, strict=True):
             axes.imshow(picture.reshape(8, 8), cmap="Greys", vmin=0, vmax=1)
             axes.axis("off")
-        line[0].set_title(name, loc="left", fontsize=9)
+        line[0].text(-0.5, -1.2, name, fontsize=9).set_in_layout(False)
     figure.savefig(PICTURE, dpi=130, facecolor="white")
     plt.close(figure)
     print(f"samples are in {PICTURE.relative_to(PICTURE.parents[2])}")

@@ -19,8 +19,8 @@ class InfoNCE(nn.Module):
 
     >>> import torch
     >>> q, k = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([[3.0, 0.0], [0.0, 1.0]])
-    >>> InfoNCE(temperature=0.1)(q, k)
-    tensor([4.5300e-05, 4.5300e-05])
+    >>> InfoNCE(temperature=1.0)(q, k)  # log(1 + 1/e)
+    tensor([0.3133, 0.3133])
     """
 
     def __init__(self, temperature: float = 0.1) -> None:

@@ -22,7 +22,7 @@ SMALL = 1e-4
 def variance_after(v: float, temperature: float, rate: float) -> float:
     """λ² (1 + v/T)² v: what a step with decay makes of a Gaussian's variance.
 
-    N(0, v) stays Gaussian, and v = T(1/λ − 1) is a fixed point; but it repels, by 1 + 2/(1 + T/v).
+    N(0, v) stays Gaussian, and v = T(1/λ − 1) is a fixed point; but it repels.
 
     >>> variance_after(1.0, temperature=4.0, rate=0.8), variance_after(1.1, 4.0, 0.8) > 1.1
     (1.0, True)
@@ -30,22 +30,24 @@ def variance_after(v: float, temperature: float, rate: float) -> float:
     return (rate * (1 + v / temperature)) ** 2 * v
 
 
-def kurtosis_growth(temperature: float) -> float:
-    """1 + 4/(T²(1 + T)): by how much a step multiplies a small excess kurtosis, at variance 1.
+def cumulant_growth(order: int, temperature: float) -> float:
+    """1 + k/(T^{k−2}(1 + T)): what a step multiplies a small k-th cumulant by, at variance 1.
 
-    With cumulant generating function u²/2 + κ u⁴/24 the step is x + x/T + κ x³/6T³, and
-    standardized again its excess kurtosis is that times κ: a Gaussian repels at every temperature.
+    With cumulant generating function u²/2 + κ u^k/k! the step is x + x/T + κ (x/T)^{k−1}/(k−1)!.
+    Its last term, but for what standardizing takes away, is a Hermite polynomial, and adds to κ. All
+    factors exceed 1: a Gaussian repels in every direction, at every temperature.
 
-    >>> kurtosis_growth(1.0)
-    3.0
+    >>> cumulant_growth(3, 1.0), cumulant_growth(4, 1.0), cumulant_growth(2, 4.0)
+    (2.5, 3.0, 1.4)
     """
-    return 1 + 4 / (temperature**2 * (1 + temperature))
+    return 1 + order / (temperature ** (order - 2) * (1 + temperature))
 
 
 @dataclass(frozen=True)
 class Growth:
-    """One temperature's factor, predicted and measured."""
+    """One cumulant's factor at one temperature, predicted and measured."""
 
+    order: int
     temperature: float
     predicted: float
     measured: float
@@ -85,11 +87,19 @@ def nodes(density: Density, reach: float = REACH) -> tuple[Tensor, Tensor]:
     return standardize(x, mass), mass / mass.sum()
 
 
-def growth(temperature: float) -> Growth:
-    """One step from a Gaussian with a trace of kurtosis."""
-    x, mass = nodes(lambda x: normal(x) * (1 + SMALL / 24 * (x**4 - 6 * x**2 + 3)))
-    before, after = (measure(y, mass).kurtosis for y in transport(x, mass, temperature, 1))
-    return Growth(temperature, kurtosis_growth(temperature), after / before)
+HERMITE: dict[int, Density] = {
+    3: lambda x: (x**3 - 3 * x) / 6,
+    4: lambda x: (x**4 - 6 * x**2 + 3) / 24,
+}
+
+
+def growth(order: int, temperature: float) -> Growth:
+    """One step from a Gaussian with a trace of skewness (order 3) or kurtosis (4)."""
+    x, mass = nodes(lambda x: normal(x) * (1 + SMALL * HERMITE[order](x)).clamp(min=0))
+    name = {3: "skewness", 4: "kurtosis"}[order]
+    clouds = transport(x, mass, temperature, 1)
+    before, after = (getattr(measure(y, mass), name) for y in clouds)
+    return Growth(order, temperature, cumulant_growth(order, temperature), after / before)
 
 
 def follow(start: str, temperature: float, steps: int) -> Path:

@@ -18,6 +18,8 @@ class Normality:
 
     energy: float
     """The energy distance of the standardized coordinates to a normal, averaged over them."""
+    skewness: float
+    """The mean skewness of the coordinates, without sign."""
     kurtosis: float
     """The mean excess kurtosis of the coordinates: negative where tails are light."""
     spread: float
@@ -51,6 +53,7 @@ def measure(x: Tensor, weights: Tensor | None = None) -> Normality:
     shape = _standardized(centered, covariance.diagonal()) if clusters > 1 else None
     return Normality(
         energy=math.nan if shape is None else energy_distance(shape, w),
+        skewness=math.nan if shape is None else float((w @ shape**3).abs().mean()),
         kurtosis=math.nan if shape is None else float((w @ shape**4 - 3).mean()),
         spread=float(covariance.trace() ** 2 / (len(covariance) * covariance.square().sum())),
         clusters=clusters,

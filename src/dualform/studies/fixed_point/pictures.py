@@ -69,15 +69,7 @@ def _clean(axes: Any, title: str, x: str, y: str) -> None:
 def _line(plt: Any, study: Study) -> Any:
     """The limit of many tokens: the predicted growth, kurtosis paths, and where the mass ends."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
-    T = torch.linspace(0.9, 9, 200)
-    left.plot(T, 4 / (T**2 * (1 + T)), color=FAINT, linewidth=4, label="4/(T²(1 + T))")
-    rates = [(one.temperature, one.measured - 1) for one in study.growths]
-    left.plot(*zip(*rates, strict=True), "o", color=COLORS["gaussian"], label="measured")
-    left.set_yscale("log")
-    left.legend(frameon=False, fontsize=8)
-    _clean(
-        left, "A Gaussian repels at every temperature", "temperature T", "growth of kurtosis − 1"
-    )
+    _growth(left, study)
     for path in study.paths:
         middle.plot(path.kurtosis, color=COLORS[path.start], label=path.start, linewidth=1.8)
     middle.axhline(-2, color=INK, linewidth=0.6, linestyle=":")
@@ -90,6 +82,18 @@ def _line(plt: Any, study: Study) -> Any:
     right.set_xlim(-4.5, 4.5)
     _clean(right, "Where the mass ends", "x", "distribution function")
     return figure
+
+
+def _growth(axes: Any, study: Study) -> None:
+    T = torch.linspace(0.9, 9, 200)
+    for order, name, color in ((3, "skewness", COLORS["uniform"]), (4, "kurtosis", "#1b6ca8")):
+        axes.plot(T, order / (T ** (order - 2) * (1 + T)), color=FAINT, linewidth=4)
+        rates = [(g.temperature, g.measured - 1) for g in study.growths if g.order == order]
+        axes.plot(*zip(*rates, strict=True), "o", color=color, label=f"{name}, measured")
+    axes.plot([], [], color=FAINT, linewidth=4, label="k/(Tᵏ⁻²(1 + T))")
+    axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=8)
+    _clean(axes, "A Gaussian repels at every temperature", "temperature T", "growth a step, − 1")
 
 
 def _tokens(plt: Any, study: Study) -> Any:

@@ -18,6 +18,7 @@ from rich.text import Text
 from dualform.read.shown import Shown, framed
 from dualform.studies.fixed_point.continuum import (
     DENSITIES,
+    HERMITE,
     TEMPERATURES,
     Growth,
     Path,
@@ -108,7 +109,7 @@ class Study(Shown):
 
     def __rich__(self) -> Group:
         parts: list[RenderableType] = [
-            framed("a Gaussian's excess kurtosis after one step, ×", self._growth_table()),
+            framed("a small cumulant of a Gaussian after one step, ×", self._growth_table()),
             framed("densities on a line, standardized", self._path_table()),
             framed(
                 f"{self.settings['size']:,} tokens of width {WIDTH}",
@@ -138,9 +139,10 @@ class Study(Shown):
         return [page, *draw(self, folder)]
 
     def _growth_table(self) -> Table:
-        table = _table("temperature", "1 + 4/(T²(1 + T))", "measured")
+        table = _table("order k", "temperature T", "1 + k/(Tᵏ⁻²(1 + T))", "measured")
         for one in self.growths:
-            table.add_row(f"{one.temperature:g}", f"{one.predicted:.4f}", f"{one.measured:.4f}")
+            numbers = (f"{one.temperature:g}", f"{one.predicted:.4f}", f"{one.measured:.4f}")
+            table.add_row(str(one.order), *numbers)
         return table
 
     def _path_table(self) -> Table:
@@ -189,7 +191,7 @@ def run_study(
         "temperature": TEMPERATURE,
         "line temperature": LINE_TEMPERATURE,
     }
-    growths = tuple(growth(T) for T in TEMPERATURES)
+    growths = tuple(growth(order, T) for order in HERMITE for T in TEMPERATURES)
     null = null_energy(size, WIDTH)
     answer = _answer(growths, paths, cells, lifetimes, null)
     return Study(settings, growths, paths, cells, lifetimes, null, answer)
@@ -244,10 +246,10 @@ def _answer(
         "Is the fixed point Gaussian? "
         + ("No: a Gaussian is a fixed point" if repels else "A Gaussian is a fixed point")
         + (" that repels." if repels else "."),
-        f"A small excess kurtosis grows by 1 + 4/(T²(1 + T)) a step (measured within {worst:.0e}).",
-        f"On a line, kurtosis ends at: {ends}. (−2 is two points.)",
+        f"A small k-th cumulant grows by 1 + k/(Tᵏ⁻²(1 + T)) a step (measured within {worst:.0e}).",
+        f"On a line, kurtosis ends at: {ends}. (−2 is two points; a Gaussian leaves by rounding.)",
         f"Of {len(cells)} starts and contractions, {len(gaussian)} end Gaussian; {len(still)} came "
-        f"to rest within the steps given; without rest: {', '.join(away) or 'none'} runs away.",
+        f"to rest within the steps given. Runs away: {', '.join(away) or 'none'}.",
     )
 
 
