@@ -147,10 +147,10 @@ def study() -> None:
 @as_json
 def fixed_point(out: Path, size: int, steps: int, seeds: int, device: str, as_json: bool) -> None:
     """Does iterated attention converge, and is what it converges to Gaussian?"""
-    from dualform.studies.fixed_point import run_study
+    from dualform.studies.fixed_point import run_study, save_study
 
     found = run_study(size=size, steps=steps, seeds=seeds, device=device)
-    paths = found.save(out)
+    paths = save_study(found, out)
     _print_json(found.to_dict()) if as_json else _print(found)
     if not as_json:
         click.echo(f"Wrote {', '.join(map(str, paths))}")

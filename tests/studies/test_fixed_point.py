@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dualform.studies.fixed_point import run_study
+from dualform.studies.fixed_point import run_study, save_study
 from dualform.studies.fixed_point.continuum import (
     cumulant_growth,
     growth,
@@ -85,7 +85,7 @@ def test_tokens_on_a_sphere_meet_in_one_point() -> None:
 def test_the_study_runs_prints_and_saves(tmp_path: Path) -> None:
     study = run_study(size=64, steps=12, seeds=2)
     assert "No: a Gaussian is a fixed point that repels." in repr(study)
-    paths = study.save(tmp_path / "out")
+    paths = save_study(study, tmp_path / "out")
     assert [path.name for path in paths] == ["study.json", "line.png", "tokens.png", "clouds.png"]
     assert all(path.stat().st_size > 1000 for path in paths)
     facts = json.loads(paths[0].read_text())

@@ -34,8 +34,8 @@ def cumulant_growth(order: int, temperature: float) -> float:
     """1 + k/(T^{k−2}(1 + T)): what a step multiplies a small k-th cumulant by, at variance 1.
 
     With cumulant generating function u²/2 + κ u^k/k! the step is x + x/T + κ (x/T)^{k−1}/(k−1)!.
-    Its last term, but for what standardizing takes away, is a Hermite polynomial, and adds to κ. All
-    factors exceed 1: a Gaussian repels in every direction, at every temperature.
+    Its last term, but for what standardizing takes away, is a Hermite polynomial, and adds to κ.
+    All factors exceed 1: a Gaussian repels in every direction, at every temperature.
 
     >>> cumulant_growth(3, 1.0), cumulant_growth(4, 1.0), cumulant_growth(2, 4.0)
     (2.5, 3.0, 1.4)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.studies.fixed_point.dynamics import CONTRACTIONS, contraction, iterate
+from dualform.studies.fixed_point.results import Cell, Study
 from dualform.studies.fixed_point.starts import STARTS
-
-if TYPE_CHECKING:
-    from dualform.studies.fixed_point.study import Study
 
 COLORS = {
     "gaussian": "#1b6ca8",
@@ -126,7 +124,7 @@ def _lifetimes(axes: Any, study: Study) -> None:
     _clean(axes, "steps a Gaussian sample lasts", "tokens", "")
 
 
-def _band(axes: Any, cell: Any, color: str) -> None:
+def _band(axes: Any, cell: Cell, color: str) -> None:
     """The mean over seeds, and the range of all of them; a cloud that is one point has none."""
     count = min(len(trace.steps) for trace in cell.traces)
     steps = cell.traces[0].steps[:count]
