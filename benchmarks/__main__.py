@@ -3,6 +3,6 @@
 import subprocess
 import sys
 
-for name in ("recording", "architectures", "ledger", "reading", "memory"):
+for name in ("recording", "architectures", "ledger", "reading", "memory", "families"):
     print(f"— {name}", flush=True)
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from dualform.cli import cli
 from dualform.studies.fixed_point import run_study, save_study
 from dualform.studies.fixed_point.continuum import (
     cumulant_growth,
@@ -91,3 +93,10 @@ def test_the_study_runs_prints_and_saves(tmp_path: Path) -> None:
     facts = json.loads(paths[0].read_text())
     assert len(facts["cells"]) == 20
     assert "gaussian, sphere" in facts["fates"]
+
+
+def test_the_command_prints_json_and_writes_pictures(tmp_path: Path) -> None:
+    options = ["--size", "64", "--steps", "3", "--seeds", "1", "--out", str(tmp_path), "--json"]
+    result = CliRunner().invoke(cli, ["study", "fixed-point", *options], catch_exceptions=False)
+    assert json.loads(result.stdout)["settings"]["size"] == 64
+    assert (tmp_path / "clouds.png").exists()

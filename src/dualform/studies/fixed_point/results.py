@@ -107,11 +107,10 @@ class Study(Shown):
         return Group(*parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The study as plain values."""
-        return {
-            **asdict(self),
-            "fates": {f"{c.start}, {c.contraction}": c.fates for c in self.cells},
-        }
+        """The study as plain values; what is not a number is None."""
+        fates = {f"{cell.start}, {cell.contraction}": cell.fates for cell in self.cells}
+        found: dict[str, Any] = _plain({**asdict(self), "fates": fates})
+        return found
 
     def _growth_table(self) -> Table:
         table = _table("order k", "temperature T", "1 + k/(Tᵏ⁻²(1 + T))", "measured")
@@ -140,6 +139,14 @@ class Study(Shown):
         for life in self.lifetimes:
             table.add_row(f"{life.size:,}", " ".join(map(str, life.steps)))
         return table
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _pm(value: float, error: float) -> str:

@@ -39,8 +39,8 @@ def mixture(count: int, width: int, generator: torch.Generator) -> Tensor:
 
 def tokens(count: int, width: int, generator: torch.Generator) -> Tensor:
     """Embeddings of words of Python's documentation, `count` drawn by frequency, standardized."""
-    table, frequencies = _embeddings(width)
-    x = table[torch.multinomial(frequencies, count, True, generator=generator)]
+    table, frequencies = _embeddings()
+    x = table[:, :width][torch.multinomial(frequencies, count, True, generator=generator)]
     x = x + 0.01 * torch.randn(x.shape, generator=generator)  # the same word is not the same token
     return (x - x.mean(0)) / x.std(0)
 
@@ -55,7 +55,7 @@ STARTS: dict[str, Start] = {
 
 
 @cache
-def _embeddings(width: int, vocabulary: int = 1000, window: int = 4) -> tuple[Tensor, Tensor]:
+def _embeddings(vocabulary: int = 2000, window: int = 4) -> tuple[Tensor, Tensor]:
     """Positive pointwise mutual information of neighboring words, its leading singular vectors.
 
     (Levy and Goldberg, NeurIPS 2014: what skip-gram with negative sampling factorizes.)
@@ -68,7 +68,7 @@ def _embeddings(width: int, vocabulary: int = 1000, window: int = 4) -> tuple[Te
     ids = torch.tensor([index.get(word, -1) for word in words])
     U, S, _ = torch.linalg.svd(_ppmi(ids, len(common), window))
     frequencies = torch.tensor([float(n) for _, n in common])
-    return (U * S.sqrt())[:, :width], frequencies**0.75
+    return U * S.sqrt(), frequencies**0.75
 
 
 def _ppmi(ids: Tensor, size: int, window: int) -> Tensor:

@@ -63,7 +63,7 @@ def save_study(study: Study, folder: FilePath) -> list[FilePath]:
     """Writes study.json and the pictures; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "study.json"
-    page.write_text(json.dumps(study.to_dict(), indent=1), encoding="utf-8")
+    page.write_text(json.dumps(study.to_dict(), indent=1, allow_nan=False), encoding="utf-8")
     return [page, *draw(study, folder)]
 
 
