@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
-for name in ("recording", "architectures", "ledger", "reading", "memory", "attention", "ridge"):
+NAMES = "recording architectures ledger reading memory attention ridge families"
+for name in NAMES.split():
     print(f"— {name}", flush=True)
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

@@ -14,10 +14,11 @@ import dualform
 
 SOURCE = Path(dualform.__file__).parent
 EVERYTHING = {"memory", "ledger", "record", "read", "attention", "explore", "evaluate", "testing"}
-EVERYTHING |= {"studies", "demo", "cli"}
+EVERYTHING |= {"families", "studies", "demo", "cli"}
 MAY_IMPORT = {
     "errors": set(),
     "memory": set(),
+    "families": {"memory"},
     "ledger": set(),
     "record": {"memory", "ledger"},
     "read": {"memory", "ledger", "record.layers", "record.optimizers"},
@@ -83,6 +84,7 @@ def public_names() -> list[tuple[str, object]]:
     """What the front door and the parts' own front doors offer."""
     parts = ["", ".errors", ".memory", ".ledger", ".record", ".read", ".explore", ".testing"]
     parts += [".integrations", ".evaluate", ".attention", ".attention.transformers"]
+    parts += [".families", ".families.layers", ".families.fixed_points"]
     found: dict[int, tuple[str, object]] = {}
     for part in parts:
         module = importlib.import_module(f"dualform{part}")

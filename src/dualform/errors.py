@@ -17,7 +17,8 @@
     │   └── ModelMismatchError       the model is not the one that was recorded
     ├── EvaluationError (ValueError)   scores and ground truth that do not go together
     │   └── RetrainingError (RuntimeError) a training in a worker process failed
-    └── AttentionError (ValueError)  shapes, masks or options an attention layer cannot take
+    ├── AttentionError (ValueError)  shapes, masks or options an attention layer cannot take
+    └── FamilyError (ValueError)     a distribution that does not exist
 
 Each is also the builtin named in parentheses, so `except OSError` keeps working.
 
@@ -90,6 +91,10 @@ class NonFiniteError(RecordingError):
         )
         error.step = step
         return error
+
+
+class FamilyError(DualformError, ValueError):
+    """There is no such distribution, or none with these parameters."""
 
 
 class ReadingError(DualformError, ValueError):

@@ -1,0 +1,40 @@
+"""The command line: one file for each group of verbs."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from dualform.cli.evaluations import evaluate
+from dualform.cli.runs import audit, demo, info, report, top
+from dualform.cli.studies import study
+from dualform.cli.whole import explain, influence
+from dualform.errors import DualformError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dualform")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def cli(debug: bool) -> None:
+    """Every prediction, traced to the training that made it."""
+
+
+for verb in (demo, info, audit, top, report, explain, influence, evaluate, study):
+    cli.add_command(verb)
+
+
+def main() -> None:
+    """Runs the command line; an error is one line, unless --debug asks for more."""
+    try:
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except (DualformError, OSError) as error:
+        if "--debug" in sys.argv:
+            raise
+        click.echo(f"dualform: {error}", err=True)
+        sys.exit(1)

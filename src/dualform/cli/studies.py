@@ -1,0 +1,55 @@
+"""Verbs about experiments: `study uea`, `fixed-point`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from dualform.cli.given import as_json, print_json, print_results
+
+
+@click.group()
+def study() -> None:
+    """The papers' experiments, one command each."""
+
+
+@study.command()
+@click.option("--data", type=click.Path(path_type=Path), help="Default: $DUALFORM_DATA.")
+@click.option("--setting", type=click.Choice(["small", "paper"]), default="small")
+@click.option("--dataset", "datasets", multiple=True, help="Default: all four.")
+@click.option("--kind", "kinds", multiple=True, help="Default: all five.")
+@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
+@click.option("--device", default="cpu", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Write every training as JSON.")
+@as_json
+def uea(data: Path | None, out: Path | None, as_json: bool, **chosen: Any) -> None:
+    """Classify time series with each attention layer; test accuracy with intervals."""
+    from dualform.studies import uea
+    from dualform.studies.series import data_folder
+
+    results = uea.study(data_folder(data), console=Console(quiet=as_json), **chosen)
+    if out is not None:
+        uea.save(results, out)
+    print_json(uea.summary(results)) if as_json else print_results(uea.table(results))
+
+
+@study.command("fixed-point")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/fixed-point"))
+@click.option("--size", type=click.IntRange(16), default=1024, show_default=True, help="Tokens.")
+@click.option("--steps", type=click.IntRange(2), default=120, show_default=True)
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--device", default="cpu", show_default=True)
+@as_json
+def fixed_point(out: Path, size: int, steps: int, seeds: int, device: str, as_json: bool) -> None:
+    """Does iterated attention converge, and is what it converges to Gaussian?"""
+    from dualform.studies.fixed_point import run_study, save_study
+
+    found = run_study(size=size, steps=steps, seeds=seeds, device=device)
+    paths = save_study(found, out)
+    print_json(found.to_dict()) if as_json else print_results(found)
+    if not as_json:
+        click.echo(f"Wrote {', '.join(map(str, paths))}")

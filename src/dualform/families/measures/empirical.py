@@ -1,0 +1,247 @@
+"""Σ_j h_j δ(x − x_j): points. The family is softmax attention over them."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from dualform.errors import FamilyError
+from dualform.families.checks import holds, require_finite, visible
+from dualform.families.measures.measure import Measure
+from dualform.memory import Exponential, Memory
+
+
+class Empirical(Memory, Measure):
+    """h = Σ_j h_j δ(x − x_j), so p_j ∝ h_j exp(η·x_j + b_j): softmax attention is ∇G.
+
+    Points of shape (…, n, d) are a batch of measures. `weights` h_j (…, n) count 1 each unless
+    given; `bias` b_j and `mask` may differ from query to query: they broadcast with the scores
+    (…, q, n), and a point takes part where `mask` is True. A query without points reads 0.
+
+    It is a `Memory` whose keys and values are the points.
+
+    >>> points = torch.tensor([[0.0], [1.0], [3.0]])
+    >>> empirical = Empirical(points)
+    >>> empirical.scores(torch.zeros(1, 1))
+    tensor([[0.3333, 0.3333, 0.3333]])
+    >>> empirical.read(torch.tensor([[0.0], [50.0]]))
+    tensor([[1.3333],
+            [3.0000]])
+    """
+
+    offset: Tensor | None
+
+    def __init__(
+        self,
+        points: Float[Tensor, "*batch n d"],
+        weights: Float[Tensor, "*batch n"] | None = None,
+        *,
+        bias: Float[Tensor, "..."] | None = None,
+        mask: Bool[Tensor, "..."] | None = None,
+    ) -> None:
+        super().__init__(points, points, Exponential(scale=1.0))
+        _require_support(points)
+        object.__setattr__(self, "offset", _offset(points, weights, bias, mask))
+
+    def __repr__(self) -> str:
+        return f"Empirical(points={tuple(self.keys.shape)})"
+
+    def __add__(self, other: Memory) -> "Empirical":
+        """The measure of both sets of points.
+
+        >>> Empirical(torch.zeros(3, 2)) + Empirical(torch.ones(4, 2))
+        Empirical(points=(7, 2))
+        """
+        if not isinstance(other, Empirical):
+            raise FamilyError(
+                f"an empirical measure cannot be added to {other!r}; give Empirical(points)."
+            )
+        self._require_addable(other)
+        joined = Empirical(torch.cat([self.keys, other.keys], dim=-2))
+        object.__setattr__(joined, "offset", _joined(self, other))
+        return joined
+
+    @property
+    def width(self) -> int:
+        """d, the width of the points."""
+        return self.keys.shape[-1]
+
+    def logits(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape n"]:
+        """η·x_j + log h_j + b_j; −∞ where a point takes no part."""
+        products = eta @ self.keys.mT
+        return products if self.offset is None else products + self.offset
+
+    def scores(self, queries: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape n"]:
+        """p_j = exp(η·x_j) h_j / Z, one row for each η; all 0 where every point is masked."""
+        logits = self.logits(queries)
+        return logits.softmax(-1) if self.offset is None else _safe_softmax(logits)
+
+    def log_normalizer(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
+        """log Σ_j h_j exp(η·x_j); −∞ where every point is masked."""
+        logits = self.logits(eta)
+        if self.offset is None:
+            return logits.logsumexp(-1)
+        nothing = _nothing(logits)
+        sums = logits.masked_fill(nothing, 0).logsumexp(-1)
+        return sums.masked_fill(nothing.squeeze(-1), -torch.inf)
+
+    def mean(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape d"]:
+        """Σ_j p_j x_j: attention."""
+        return self.expectation(eta, self.keys)
+
+    def read(self, queries: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape d"]:
+        """∇G(q): the mean, as a memory says it."""
+        return self.mean(queries)
+
+    def expectation(
+        self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
+    ) -> Float[Tensor, "*shape m"]:
+        """Σ_j p_j v_j: attention with values, by torch's fused kernel where no gradient is due."""
+        if _fusible(eta, self.keys, values, self.offset):
+            return _fused(eta, self.keys, values, self.offset)
+        return self.scores(eta) @ values
+
+    def cross_covariance(
+        self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
+    ) -> Float[Tensor, "*shape m d"]:
+        """Σ_j p_j (v_j − E v)(x_j − E x)ᵀ."""
+        p = self.scores(eta)
+        v, x = _centered(p, values), _centered(p, self.keys)
+        return v.mT @ (p.unsqueeze(-1) * x)
+
+    def covariance(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape d d"]:
+        """Σ_j p_j (x_j − E x)(x_j − E x)ᵀ."""
+        return self.cross_covariance(eta, self.keys)
+
+    def hvp(
+        self, eta: Float[Tensor, "*#batch d"], t: Float[Tensor, "*#batch d"]
+    ) -> Float[Tensor, "*shape d"]:
+        """Σ_j p_j ((x_j − E x)·t) x_j, at the cost of two reads."""
+        p = self.scores(eta)
+        along = t @ self.keys.mT
+        along = along - (p * along).sum(-1, keepdim=True)
+        return (p * along) @ self.keys
+
+    def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
+        """log of the weight at x: of all points that equal it; −∞ where there is none."""
+        same = (x.unsqueeze(-2) == _over_queries(self.keys)).all(-1)
+        weight = x.new_zeros(()) if self.offset is None else self.offset
+        return torch.where(same, weight, -torch.inf).logsumexp(-1)
+
+    def sample(
+        self,
+        eta: Float[Tensor, "*batch d"],
+        count: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> Float[Tensor, "count *shape d"]:
+        """Points, drawn with probability p_j."""
+        p = self.scores(eta)
+        flat = torch.multinomial(p.reshape(-1, p.shape[-1]), count, True, generator=generator)
+        drawn = flat.T.reshape(count, *p.shape[:-1], 1)
+        points = self.keys[(None,) * (drawn.ndim - self.keys.ndim)]
+        return torch.take_along_dim(points, drawn, dim=-2)
+
+
+def _over_queries(points: Tensor) -> Tensor:
+    """Points as (…, 1, n, d), to stand beside queries (…, q, 1, d); a single set as it is."""
+    return points.unsqueeze(-3) if points.ndim > 2 else points
+
+
+def _centered(p: Tensor, values: Tensor) -> Tensor:
+    """v_j − Σ p v, for each query: (…, q, n, m)."""
+    return _over_queries(values) - (p @ values).unsqueeze(-2)
+
+
+def _nothing(logits: Tensor) -> Tensor:
+    return (logits == -torch.inf).all(-1, keepdim=True)
+
+
+def _safe_softmax(logits: Tensor) -> Tensor:
+    """softmax, but 0 where every logit is −∞; so are its derivatives there."""
+    nothing = _nothing(logits)
+    return logits.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
+
+
+def _fusible(*tensors: Tensor | None) -> bool:
+    """Whether the fused kernel would do: it cannot be differentiated twice, nor transformed."""
+    given = [x for x in tensors if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return False
+    return given[0].ndim > 1 and all(visible(x) for x in given)
+
+
+def _fused(eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None) -> Tensor:
+    batch = np.broadcast_shapes(eta.shape[:-2], keys.shape[:-2], values.shape[:-2])
+    if offset is not None:
+        batch = np.broadcast_shapes(batch, offset.shape[:-2])
+        offset = _four(offset.expand(*batch, eta.shape[-2], keys.shape[-2]))
+    q, k, v = (_four(x.expand(*batch, *x.shape[-2:])) for x in (eta, keys, values))
+    read = F.scaled_dot_product_attention(q, k, v, attn_mask=offset, scale=1.0)
+    return read.reshape(*batch, *read.shape[-2:])
+
+
+def _four(x: Tensor) -> Tensor:
+    """(batch, 1, rows, columns), as the fused kernels want it."""
+    return x.reshape(-1, 1, *x.shape[-2:])
+
+
+def _offset(
+    points: Tensor, weights: Tensor | None, bias: Tensor | None, mask: Tensor | None
+) -> Tensor | None:
+    """log h_j + b_j, −∞ where masked; None where there is nothing to add."""
+    parts = []
+    if weights is not None:
+        _require_weights(points, weights)
+        parts.append(weights.log().unsqueeze(-2) if points.ndim > 2 else weights.log())
+    if bias is not None:
+        _require_fitting("bias", bias, points)
+        parts.append(bias)
+    if mask is not None:
+        _require_fitting("mask", mask, points)
+        parts.append(points.new_zeros(()).masked_fill(~mask, -torch.inf))
+    return sum(parts[1:], parts[0]) if parts else None
+
+
+def _joined(first: Empirical, second: Empirical) -> Tensor | None:
+    if first.offset is None and second.offset is None:
+        return None
+    parts = [
+        m.keys.new_zeros(m.keys.shape[-2]) if m.offset is None else m.offset
+        for m in (first, second)
+    ]
+    batch = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
+    return torch.cat([part.expand(*batch, part.shape[-1]) for part in parts], dim=-1)
+
+
+def _require_support(points: Tensor) -> None:
+    if points.shape[-2] == 0:
+        raise FamilyError(
+            f"points of shape {tuple(points.shape)} are an empty support, on which there is no "
+            "distribution; give at least one point."
+        )
+    require_finite("points", points)
+
+
+def _require_weights(points: Tensor, weights: Tensor) -> None:
+    if weights.shape != points.shape[:-1]:
+        raise FamilyError(
+            f"weights of shape {tuple(weights.shape)} do not fit points of shape "
+            f"{tuple(points.shape)}; give one for each point: shape {tuple(points.shape[:-1])}."
+        )
+    require_finite("weights", weights)
+    if not holds((weights >= 0).all(-1) & (weights > 0).any(-1)):
+        raise FamilyError(
+            "weights must not be negative, and not all 0; to leave points out give them weight 0, "
+            "to weigh them by logarithms use bias."
+        )
+
+
+def _require_fitting(name: str, x: Tensor, points: Tensor) -> None:
+    if x.ndim == 0 or x.shape[-1] not in (1, points.shape[-2]):
+        raise FamilyError(
+            f"{name} of shape {tuple(x.shape)} does not fit {points.shape[-2]} points; it must "
+            f"broadcast with scores of shape (…, q, {points.shape[-2]})."
+        )
+    if x.is_floating_point() and not holds(~x.isnan() & (x < torch.inf)):
+        raise FamilyError(f"{name} has NaN or +∞; finite numbers and −∞ (no part) are meant.")

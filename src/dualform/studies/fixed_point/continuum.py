@@ -1,0 +1,118 @@
+"""Infinitely many tokens: Gaussians in closed form, densities on a line by transport."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualform.studies.fixed_point.dynamics import standardize, transport
+from dualform.studies.fixed_point.normality import measure
+
+Density = Callable[[Tensor], Tensor]
+NODES, REACH = 1200, 11.0
+TEMPERATURES = (1.0, 1.5, 2.0, 4.0, 8.0)
+SMALL = 1e-4
+
+
+def variance_after(v: float, temperature: float, rate: float) -> float:
+    """λ² (1 + v/T)² v: what a step with decay makes of a Gaussian's variance.
+
+    N(0, v) stays Gaussian, and v = T(1/λ − 1) is a fixed point; but it repels.
+
+    >>> variance_after(1.0, temperature=4.0, rate=0.8), variance_after(1.1, 4.0, 0.8) > 1.1
+    (1.0, True)
+    """
+    return (rate * (1 + v / temperature)) ** 2 * v
+
+
+def cumulant_growth(order: int, temperature: float) -> float:
+    """1 + k/(T^{k−2}(1 + T)): what a step multiplies a small k-th cumulant by, at variance 1.
+
+    With cumulant generating function u²/2 + κ u^k/k! the step is x + x/T + κ (x/T)^{k−1}/(k−1)!.
+    Its last term, but for what standardizing takes away, is a Hermite polynomial, and adds to κ.
+    All factors exceed 1: a Gaussian repels in every direction, at every temperature.
+
+    >>> cumulant_growth(3, 1.0), cumulant_growth(4, 1.0), cumulant_growth(2, 4.0)
+    (2.5, 3.0, 1.4)
+    """
+    return 1 + order / (temperature ** (order - 2) * (1 + temperature))
+
+
+@dataclass(frozen=True)
+class Growth:
+    """One cumulant's factor at one temperature, predicted and measured."""
+
+    order: int
+    temperature: float
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class Path:
+    """A density's kurtosis and energy distance, step by step, and where its mass ended."""
+
+    start: str
+    kurtosis: tuple[float, ...]
+    energy: tuple[float, ...]
+    points: tuple[float, ...]
+    mass: tuple[float, ...]
+
+
+def normal(x: Tensor, mean: float = 0.0, deviation: float = 1.0) -> Tensor:
+    """The normal density."""
+    z = (x - mean) / deviation
+    return torch.exp(-z.square() / 2) / (deviation * math.sqrt(2 * math.pi))
+
+
+DENSITIES: dict[str, Density] = {
+    "gaussian": normal,
+    "uniform": lambda x: (x.abs() <= math.sqrt(3)).double(),
+    "two bumps": lambda x: normal(x, -0.8, 0.6) + normal(x, 0.8, 0.6),
+    "mixed scales": lambda x: normal(x, 0, 0.8) + normal(x, 0, 1.2),
+}
+
+
+def nodes(density: Density, reach: float = REACH) -> tuple[Tensor, Tensor]:
+    """Quadrature nodes (n, 1) and their masses, standardized."""
+    t, w = np.polynomial.legendre.leggauss(NODES)
+    x = reach * torch.from_numpy(t)
+    mass = torch.from_numpy(w) * density(x)
+    x, mass = x[mass > 0].unsqueeze(-1), mass[mass > 0]
+    return standardize(x, mass), mass / mass.sum()
+
+
+HERMITE: dict[int, Density] = {
+    3: lambda x: (x**3 - 3 * x) / 6,
+    4: lambda x: (x**4 - 6 * x**2 + 3) / 24,
+}
+
+
+def growth(order: int, temperature: float) -> Growth:
+    """One step from a Gaussian with a trace of skewness (order 3) or kurtosis (4)."""
+    x, mass = nodes(lambda x: normal(x) * (1 + SMALL * HERMITE[order](x)).clamp(min=0))
+    name = {3: "skewness", 4: "kurtosis"}[order]
+    clouds = transport(x, mass, temperature, 1)
+    before, after = (getattr(measure(y, mass), name) for y in clouds)
+    return Growth(order, temperature, cumulant_growth(order, temperature), after / before)
+
+
+def follow(start: str, temperature: float, steps: int) -> Path:
+    """The iteration from a density on the line."""
+    reach = math.sqrt(3) if start == "uniform" else REACH
+    x, mass = nodes(DENSITIES[start], reach)
+    found, last = [], x
+    for last in transport(x, mass, temperature, steps):
+        found.append(measure(last, mass))
+    return Path(
+        start,
+        tuple(m.kurtosis for m in found),
+        tuple(m.energy for m in found),
+        tuple(last.flatten().tolist()),
+        tuple(mass.tolist()),
+    )
