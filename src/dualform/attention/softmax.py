@@ -9,7 +9,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from dualform.attention.shapes import causal_mask, heads, require_mask, require_shapes, with_causal
+from dualform.attention.shapes import (
+    causal_mask,
+    heads,
+    require_mask,
+    require_shapes,
+    seen,
+    with_causal,
+)
 
 
 def softmax(
@@ -40,6 +47,9 @@ def softmax(
         if offset < S - 1:  # else the first query already sees every key
             attn_mask = with_causal(attn_mask, causal_mask(L, S, offset, q.device))
         is_causal = False
+    blind = None if attn_mask is None else ~seen(attn_mask).any(-1, keepdim=True)
+    if attn_mask is not None and blind is not None:  # what kernels make of such rows differs
+        attn_mask = attn_mask.masked_fill(blind, True if attn_mask.dtype == torch.bool else 0.0)
     with _backend():
         y = scaled_dot_product_attention(
             _four(q),
@@ -51,7 +61,8 @@ def softmax(
             scale=scale,
             enable_gqa=heads(q) != heads(k),
         )
-    return y if q.ndim == 4 else y.reshape(*q.shape[:-1], v.shape[-1])
+    y = y if q.ndim == 4 else y.reshape(*q.shape[:-1], v.shape[-1])
+    return y if blind is None else y.masked_fill(blind, 0.0)
 
 
 def _four(x: Tensor) -> Tensor:

@@ -32,9 +32,7 @@ def demo(out: Path, epochs: int, as_json: bool) -> None:
     """Train on digits with recording, audit, read test digits, and write a report."""
     page = run_demo(out, Console(quiet=as_json), epochs)
     if as_json:
-        print_json(
-            {"run": str(out), "report": str(page), "audit": open_run(out).audit().to_dict()}
-        )
+        print_json({"run": str(out), "report": str(page), "audit": open_run(out).audit().to_dict()})
     else:
         click.echo(f"The run is in {out}; the report is {page}: open it in a browser.")
         click.echo(f"Go on with: dualform top {out} --sample 0, or dualform audit {out}")
