@@ -23,7 +23,7 @@ from dualform.read.grouped import Grouping, Records, add_groups, add_records
 from dualform.read.scan import Chunk, Scan, row_sides
 from dualform.record.optimizers import BY_ROW, Operator, ScalarRule, Sided
 
-COLUMN_BYTES = 1 << 30
+COLUMN_BYTES = 256 << 20
 """How large the columns that are held at a time may be."""
 
 Weighing = Callable[[Book, Records], Tensor]
