@@ -14,8 +14,7 @@ from tests.read.known import Known, flat
 from torch import Tensor, nn
 
 import dualform
-from dualform.read import ridge
-from dualform.read.matrix import Natural
+from dualform.read import influence, ridge
 from dualform.testing import Loop, train
 
 ROUNDING = 1e-5
@@ -139,18 +138,27 @@ def test_what_does_not_depend_on_queries_is_kept(
     known: Callable[[str], Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = known("AdamW, amsgrad")
-    run, scans = dualform.open(made.run.path), []
-    inverted = Natural.columns
-    monkeypatch.setattr(Natural, "columns", lambda self: scans.append(1) or inverted(self))
+    run, found = dualform.open(made.run.path), []
+    make = influence.make_ridge
+    monkeypatch.setattr(influence, "make_ridge", lambda *a: found.append(1) or make(*a))
     first = run.influence(made.model, made.x[:3], 1, rank=4)
-    assert len(scans) == 2
     again = run.influence(made.model, made.x[:3], 1, rank=4)
     run.influence(made.model, made.x[3:5], 0, damping=1.0, rank=4)
-    assert len(scans) == 2
+    assert len(found) == 1
     assert np.array_equal(first.values, again.values)
     assert first.kept == again.kept < 1
     run.influence(made.model, made.x[:3], 1)
-    assert len(scans) == 3
+    assert len(found) == 2
+
+
+def test_columns_that_do_not_fit_are_scanned_again(
+    known: Callable[[str], Known], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = known("AdamW, amsgrad")
+    held = dualform.open(made.run.path).influence(made.model, made.x[:3], 1, rank=4)
+    monkeypatch.setattr(influence, "free_memory", lambda: 0.0)
+    scanned = dualform.open(made.run.path).influence(made.model, made.x[:3], 1, rank=4)
+    assert np.array_equal(held.values, scanned.values)
 
 
 # Comparisons from the same ledger

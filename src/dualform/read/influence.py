@@ -25,7 +25,7 @@ from dualform.read.gradients import Gradients
 from dualform.read.grouped import Grouping, Records
 from dualform.read.matrix import Contributions, Kept, Matrix, Natural, Turn, Weighing, times
 from dualform.read.path import along_line
-from dualform.read.ridge import Ridge, free_memory, make_ridge
+from dualform.read.ridge import Ridge, check_memory, free_memory, make_ridge
 from dualform.read.scores import Scores
 from dualform.read.targets import Asked, Parameters, Target
 
@@ -102,6 +102,8 @@ class Influencer:
                 "this run knows no samples: no layer of it was booked by row; audit() says why."
             )
         rank = self._rank(rank)
+        if method in ("ridge", "fisher") and (method, rank) not in self._ridges:
+            check_memory(len(source.ids), rank)
         parts = [
             answer(asked, model, queries, method, chosen, rank)
             for queries in query_batches(asked, source)
@@ -140,18 +142,17 @@ class Influencer:
     ) -> Tensor:
         first, last = ends(model, self._source)
         line = along_line(asked, first, last, queries, TOLERANCE)
-        matrix: Matrix = self._matrix()
+        matrix = self._natural(scans=1 if (method, rank) in self._ridges else 3)
         if (method, rank) not in self._ridges:
-            matrix = self._natural()
             self._ridges[method, rank] = make_ridge(matrix, rank)
         return self._ridges[method, rank].solve(_products(matrix, line.directions), damping)
 
-    def _natural(self) -> Matrix:
-        """In memory if that takes little of it, since it is gone through three times."""
+    def _natural(self, scans: int) -> Matrix:
+        """In memory if it is gone through several times, and takes little of it."""
         source = self._source
         natural = Natural(source.accounting, Grouping.by_sample(source.numbers))
         size = 4 * natural.groups * sum(book.size for book in source.ledger.info.books)
-        return Kept(natural) if 4 * size < free_memory() else natural
+        return Kept(natural) if scans > 1 and 4 * size < free_memory() else natural
 
     def _fisher(
         self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, rank: int
