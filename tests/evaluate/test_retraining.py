@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import multiprocessing
+import os
 import re
 import subprocess
 import sys
@@ -129,7 +130,10 @@ def test_scripts_without_a_main_guard_are_told(tmp_path: Path) -> None:
         "Retraining(ridge, 60, 'folder', subsets=1, seeds=1, workers=1).run()\n"
     )
     command = [sys.executable, str(script)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    known = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, env=known
+    )
     assert (
         'needs its main part under `if __name__ == "__main__":`' in result.stderr.splitlines()[-1]
     )
