@@ -9,7 +9,8 @@ from torch import Tensor
 import dualform
 from benchmarks.attribution.trained import Trained
 
-OURS = ("ridge", "accounting", "tracin", "fisher", "ekfac", "explain")
+OURS = ("ridge", "ridge-32", "accounting", "tracin", "fisher", "ekfac", "explain")
+"""By the name of the method, and of how many directions are kept where that is not the default."""
 
 
 def scores(trained: Trained, method: str) -> NDArray[np.float64]:
@@ -22,5 +23,7 @@ def scores(trained: Trained, method: str) -> NDArray[np.float64]:
     if method == "explain":
         found = run.explain(trained.model(), x, (output, y))
     else:
-        found = run.influence(trained.model(), x, (output, y), method=method)
+        name, _, rank = method.partition("-")
+        kept = int(rank) if rank else None
+        found = run.influence(trained.model(), x, (output, y), method=name, rank=kept)
     return found.values[np.argsort(np.array(found.ids))]

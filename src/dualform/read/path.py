@@ -20,7 +20,7 @@ NODES = 8
 """How many points are looked at in each panel of the line."""
 HALVINGS = 16
 """How often a panel may be halved."""
-PIECES = 128
+PIECES = 512
 """In how many panels a query may need to be halved at once; beyond, it is no matter of kinks."""
 SHARE = 16
 """A panel is good enough if it misses this part of what the whole line may."""
