@@ -51,7 +51,7 @@ def suspicion(run: Run, layer: str | None = None) -> Scores:
 def _errors(reading: Reading) -> _Errors:
     """All rows of a layer, as far as they were recorded by the step the run is read at."""
     source = reading.source
-    stream = next(s for s in source.ledger.info.streams if s.name == reading.layer)
+    stream = source.ledger.info.stream(reading.layer)
     numbers = source.numbers.to(source.device)
     found = [
         (c.values.norm(dim=1).double(), torch.searchsorted(numbers, c.samples.long()), c.steps)

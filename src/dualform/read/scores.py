@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.ledger.samples import Label, SampleId
-from dualform.read.shown import Shown, framed, matplotlib_axes, pandas_frame, signed
+from dualform.read.shown import Amounts, Shown, framed, matplotlib_axes, pandas_frame, signed
 
 Array: TypeAlias = NDArray[np.float64]
 Groups: TypeAlias = str | Mapping[SampleId, Label] | Callable[[SampleId], Label]
@@ -51,7 +49,7 @@ class Check:
 
 
 @dataclass(frozen=True, repr=False)
-class Scores(Shown):
+class Scores(Amounts):
     """Signed amounts, samples × queries, in the units of the output they are parts of.
 
     >>> check = Check(*(np.array([x]) for x in (0.5, 1.0, 0.0, 0.0, 1.5)))
@@ -87,22 +85,10 @@ class Scores(Shown):
         np.add.at(sums, [position[name] for name in names], self.values)
         return Scores(order, sums, self.queries, self.check, {}, f"{self.title} by group")
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def numpy(self) -> Array:
-        """(samples, queries) as numpy."""
-        return self.values
-
-    def tensor(self) -> Tensor:
-        """(samples, queries) as a torch tensor."""
-        return torch.from_numpy(self.values)
-
-    def to_pandas(self) -> Any:
-        """A data frame with one row a sample and one column a query."""
-        frame = pandas_frame({name: self.values[:, at] for at, name in enumerate(self.queries)})
-        frame.index = list(self.ids)
-        return frame
+    @property
+    def lines(self) -> Sequence[SampleId]:
+        """The samples."""
+        return self.ids
 
     def plot(self, query: int = 0, axes: Any = None) -> Any:
         """Amounts sorted by value within each label (without labels: all together)."""

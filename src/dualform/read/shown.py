@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from io import StringIO
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from dualform.errors import ReadingError
 
@@ -39,6 +44,35 @@ class Shown(ABC):
         console.print(self)
         frame = '<pre style="line-height:1.3;font-family:monospace">{code}</pre>'
         return console.export_html(inline_styles=True, code_format=frame)
+
+
+class Amounts(Shown):
+    """Numbers with one column a query, which convert; a subclass says what its lines are."""
+
+    values: NDArray[np.float64]
+    queries: Sequence[str]
+
+    @property
+    @abstractmethod
+    def lines(self) -> Sequence[Any]:
+        """What each line is called: samples, steps, epochs."""
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def numpy(self) -> NDArray[np.float64]:
+        """(lines, queries) as numpy."""
+        return self.values
+
+    def tensor(self) -> Tensor:
+        """(lines, queries) as a torch tensor."""
+        return torch.from_numpy(self.values)
+
+    def to_pandas(self) -> Any:
+        """A data frame with one column a query."""
+        frame = pandas_frame({name: self.values[:, at] for at, name in enumerate(self.queries)})
+        frame.index = list(self.lines)
+        return frame
 
 
 def signed(value: float) -> str:

@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
-from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.ledger import Ledger
 from dualform.read.scan import batch_samples
 from dualform.read.scores import Array, Check
-from dualform.read.shown import Shown, framed, matplotlib_axes, pandas_frame, signed
+from dualform.read.shown import Amounts, framed, matplotlib_axes, signed
 
 
 @dataclass(frozen=True, repr=False)
-class Timeline(Shown):
+class Timeline(Amounts):
     """What each step (or epoch) of training contributed to each query.
 
     >>> Timeline("step", np.array([1, 2]), np.array([[0.5], [0.25]]), ["q"]).cumulative.tolist()
@@ -40,22 +38,11 @@ class Timeline(Shown):
         """The running sum: how the evidence built up, as it counts now."""
         return np.cumsum(self.values, axis=0)
 
-    def __len__(self) -> int:
-        return len(self.at)
-
-    def numpy(self) -> Array:
-        """(steps or epochs, queries) as numpy."""
-        return self.values
-
-    def tensor(self) -> Tensor:
-        """(steps or epochs, queries) as a torch tensor."""
-        return torch.from_numpy(self.values)
-
-    def to_pandas(self) -> Any:
-        """A data frame with one row a step or epoch and one column a query."""
-        frame = pandas_frame({name: self.values[:, at] for at, name in enumerate(self.queries)})
-        frame.index = self.at
-        return frame
+    @property
+    def lines(self) -> Sequence[int]:
+        """The numbers of the steps or epochs."""
+        numbers: list[int] = self.at.tolist()
+        return numbers
 
     def plot(self, axes: Any = None) -> Any:
         """The running sum of each query over training."""
