@@ -7,8 +7,6 @@ rows. Several minutes and 3 GB of temporary disk with `--samples 60000 --epochs 
 from __future__ import annotations
 
 import argparse
-import gzip
-import os
 import tempfile
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dualform
+from benchmarks.attribution.data import idx
 from dualform.evaluate import mislabeled, suspicion
 from dualform.read import Run
 from dualform.read.scan import Scan
@@ -28,14 +27,9 @@ BATCH, SHARE = 64, 0.1
 
 def load(samples: int) -> tuple[Tensor, Tensor]:
     """The first training digits."""
-    folder = Path(os.environ["DUALFORM_DATA"]) / "mnist"
-    images, labels = (
-        gzip.decompress((folder / f"train-{name}-ubyte.gz").read_bytes())
-        for name in ("images-idx3", "labels-idx1")
-    )
-    x = np.frombuffer(images, np.uint8, offset=16).reshape(-1, 784)[:samples]
-    y = np.frombuffer(labels, np.uint8, offset=8)[:samples]
-    return torch.tensor(x).float() / 255, torch.tensor(y).long()
+    x = idx("mnist/train-images-idx3-ubyte.gz", 16).reshape(-1, 784)[:samples]
+    y = idx("mnist/train-labels-idx1-ubyte.gz", 8)[:samples]
+    return x.float() / 255, y.long()
 
 
 def flip(y: Tensor, seed: int) -> tuple[Tensor, np.ndarray]:

@@ -46,12 +46,13 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _mnist(part: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-    images = _idx(f"mnist/{part}-images-idx3-ubyte.gz", 16).reshape(-1, 1, 28, 28)[ids]
-    labels = _idx(f"mnist/{part}-labels-idx1-ubyte.gz", 8)[ids]
+    images = idx(f"mnist/{part}-images-idx3-ubyte.gz", 16).reshape(-1, 1, 28, 28)[ids]
+    labels = idx(f"mnist/{part}-labels-idx1-ubyte.gz", 8)[ids]
     return (images.float() / 255 - 0.1307) / 0.3081, labels.long()
 
 
-def _idx(name: str, header: int) -> Tensor:
+def idx(name: str, header: int) -> Tensor:
+    """The bytes of a compressed idx file, after its header."""
     with gzip.open(folder() / name) as file:
         return torch.from_numpy(np.frombuffer(file.read(), np.uint8, offset=header).copy())
 
