@@ -24,10 +24,10 @@ from dualform.attention.shapes import (
     for_each_query_head,
     require_mask,
     require_shapes,
-    seen,
     wide,
 )
 from dualform.attention.softmax import softmax
+from dualform.memory.fused import seen
 
 
 class Statistics(NamedTuple):

@@ -12,9 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualform.attention.shapes import require_mask, require_shapes, seen, wide
+from dualform.attention.shapes import require_mask, require_shapes, wide
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
+from dualform.memory.fused import seen
 
 
 def ridge(

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from dualform.attention.batch_norm import batch_norm
 from dualform.attention.fused import can_fuse
-from dualform.attention.shapes import heads, require_mask, require_shapes, seen
+from dualform.attention.shapes import heads, require_mask, require_shapes
 from dualform.attention.shorten import Pool, Shortened, require_factors, shorten
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
+from dualform.memory.fused import seen
 
 CHUNK = 256
 """Queries of a causal pass that are read at a time; its masks are CHUNK × keys."""

@@ -106,15 +106,6 @@ def with_causal(mask: Tensor | None, causal: Tensor) -> Tensor:
     return mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -torch.inf)
 
 
-def seen(mask: Tensor) -> Tensor:
-    """True where a mask of either type lets a query see a key.
-
-    >>> seen(torch.tensor([0.5, -torch.inf]))
-    tensor([ True, False])
-    """
-    return mask if mask.dtype == torch.bool else mask > -torch.inf
-
-
 def wide(x: Tensor) -> Tensor:
     """At least float32, in which statistics are taken.
 

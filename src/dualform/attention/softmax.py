@@ -7,16 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from dualform.attention.shapes import (
     causal_mask,
     heads,
     require_mask,
     require_shapes,
-    seen,
     with_causal,
 )
+from dualform.memory.fused import fused_attention
 
 
 def softmax(
@@ -47,22 +46,18 @@ def softmax(
         if offset < S - 1:  # else the first query already sees every key
             attn_mask = with_causal(attn_mask, causal_mask(L, S, offset, q.device))
         is_causal = False
-    blind = None if attn_mask is None else ~seen(attn_mask).any(-1, keepdim=True)
-    if attn_mask is not None and blind is not None:  # what kernels make of such rows differs
-        attn_mask = attn_mask.masked_fill(blind, True if attn_mask.dtype == torch.bool else 0.0)
     with _backend():
-        y = scaled_dot_product_attention(
+        y = fused_attention(
             _four(q),
             _four(k),
             _four(v),
             _four_mask(attn_mask, q),
-            dropout_p,
-            is_causal,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
             scale=scale,
             enable_gqa=heads(q) != heads(k),
         )
-    y = y if q.ndim == 4 else y.reshape(*q.shape[:-1], v.shape[-1])
-    return y if blind is None else y.masked_fill(blind, 0.0)
+    return y if q.ndim == 4 else y.reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _four(x: Tensor) -> Tensor:

@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
@@ -12,6 +11,7 @@ from dualform.families.checks import require_temperature
 from dualform.families.fenchel_young import entmax
 from dualform.families.measures import Empirical
 from dualform.families.normalizer import LogNormalizer
+from dualform.memory.fused import fused_attention
 
 
 def attend(
@@ -42,7 +42,7 @@ def attend(
         kept = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
         return entmax(kept, alpha) @ v
     if fused:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1 / T)
+        return fused_attention(q, k, v, mask, scale=1 / T)
     return LogNormalizer(Empirical(k, mask=mask), T).mean(q, v)
 
 

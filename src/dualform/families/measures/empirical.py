@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from dualform.errors import FamilyError
 from dualform.families.checks import holds, require_finite, visible
 from dualform.families.measures.measure import Measure
 from dualform.memory import Exponential, Memory
+from dualform.memory.fused import fused_attention
 
 
 class Empirical(Memory, Measure):
@@ -177,7 +177,7 @@ def _fused(eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None) -> 
         batch = np.broadcast_shapes(batch, offset.shape[:-2])
         offset = _four(offset.expand(*batch, eta.shape[-2], keys.shape[-2]))
     q, k, v = (_four(x.expand(*batch, *x.shape[-2:])) for x in (eta, keys, values))
-    read = F.scaled_dot_product_attention(q, k, v, attn_mask=offset, scale=1.0)
+    read = fused_attention(q, k, v, offset, scale=1.0)
     return read.reshape(*batch, *read.shape[-2:])
 
 
