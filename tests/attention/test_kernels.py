@@ -8,7 +8,10 @@ import sys
 import pytest
 
 STATISTICS = """
+from dualform.attention import kernels_statistics
 from dualform.attention.kernels_statistics import rewrite
+
+kernels_statistics.ROWS = 256
 
 for B, H, L, S, D in ((2, 3, 50, 70, 8), (1, 2, 300, 600, 16), (1, 1, 5, 700, 24)):
     q, k, v = make(B, H, L, D), make(B, H, S, D) + 3, make(B, H, S, D)
@@ -37,25 +40,37 @@ from dualform.attention.kernels_pool import _Pool, layout_of, scaled_heads_atten
 
 factors = (1, 2, 4, 8)
 for B, H, S, D in ((2, 4, 70, 8), (1, 8, 64, 16)):
-    k, v = make(B, H, S, D), make(B, H, S, D)
-    for route in ("packed", "grouped"):
-        layout = layout_of(route, (B, H, 50), S, factors, k.device)
-        def fused(k, v):
-            return torch.cat(_Pool.apply(k, v, layout), -1)
-        def plain(k, v):
-            rows = k.new_empty(layout.rows, 2 * D)
-            for n in range(B * H):
-                b, h = divmod(n, H)
-                short = shorten(k[b, h], v[b, h], factors[h * 4 // H])
-                place = int(layout.places[n])
-                rows[place : place + len(short.k)] = torch.cat(short[:2], -1)
-            return rows
-        check(fused, plain, k, v)
-    packed = layout_of("packed", (B, H, 50), S, factors, k.device)
-    assert torch.equal(packed.keys[:-1], packed.places) and packed.keys[-1] == layout.rows
-    assert packed.queries.tolist() == list(range(0, 50 * B * H + 1, 50))
-    grouped = lambda q, k, v: scaled_heads_attention(q, k, v, factors, None, "grouped")
-    check(grouped, attention.scaled_heads, make(B, H, 50, D), k, v)
+    q, k, v = make(B, H, 50, D), make(B, H, S, D), make(B, H, S, D)
+    layout = layout_of((B, H, 50), S, factors, k.device)
+    def packed(k, v):
+        return torch.cat(_Pool.apply(k, v, layout, True), -1)
+    def plain(k, v):
+        heads = [(k[b, h], v[b, h], factors[h * 4 // H]) for b in range(B) for h in range(H)]
+        return torch.cat([torch.cat(shorten(*head)[:2], -1) for head in heads])
+    check(packed, plain, k, v)
+    lengths = [len(shorten(k[0, 0], v[0, 0], factors[h * 4 // H]).k) for h in range(H)] * B
+    assert layout.keys.diff().tolist() == lengths and layout.queries.diff().tolist() == [50] * B * H
+    def parallel(q, k, v):
+        return scaled_heads_attention(q, k, v, factors, None, "parallel")
+    check(parallel, attention.scaled_heads, q, k, v)
+"""
+LINEAR = """
+from dualform.attention import kernels_linear
+from dualform.attention.kernels_linear import linear_attention
+
+kernels_linear.PROGRAMS = 8
+for B, H, N, D, M in ((2, 3, 70, 8, 16), (1, 2, 600, 16, 24), (1, 1, 2, 24, 8)):
+    q, k, v = make(B, H, N, D), make(B, H, N, D), make(B, H, N, M)
+    for is_causal in (False, True):
+        def fused(q, k, v):
+            return linear_attention(q, k, v, is_causal)
+        def plain(q, k, v):
+            return attention.linear(q, k, v, is_causal=is_causal)
+        check(fused, plain, q, k, v)
+    later = k.clone()
+    later[:, :, N // 2 :] = 9
+    pair = [linear_attention(q, keys, v, True)[:, :, : N // 2] for keys in (k, later)]
+    assert torch.equal(*pair)
 """
 START = '''
 import torch
@@ -82,7 +97,9 @@ def check(fused, plain, *given):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is made for Linux")
 @pytest.mark.parametrize(
-    "script", [STATISTICS, PREFIXES, POOL], ids=["statistics", "prefixes", "pool"]
+    "script",
+    [STATISTICS, PREFIXES, POOL, LINEAR],
+    ids=["statistics", "prefixes", "pool", "linear"],
 )
 def test_kernels_are_the_plain_layers(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -23,7 +23,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dualform.attention.kernels_statistics import PROGRAMS, rows_of, tile
+from dualform.attention.kernels_tiles import put, rows_of, tile
+
+PROGRAMS = 264
+"""Enough to fill the largest devices twice; heads are divided among several programs up to this."""
 
 
 def rewrite_causal(q: Tensor, k: Tensor, beta: float, eps: float) -> tuple[Tensor, Tensor]:
@@ -148,8 +151,7 @@ def _forward_kernel(
         mean, r, _ = _moments(x, total, squares, start, eps, BLOCK)
         value, inside = tile(q, start, N, q_s, D, DP, BLOCK)
         value = (value - beta * (first[None, :] + mean)) * r
-        places = (start + tl.arange(0, BLOCK))[:, None] * o_s + tl.arange(0, DP)[None, :]
-        tl.store(out + places, value.to(out.dtype.element_ty), mask=inside)
+        put(value, out, start, o_s, inside, DP, BLOCK)
         total += tl.sum(x, 0)
         squares += tl.sum(x * x, 0)
 
@@ -177,8 +179,7 @@ def _sums_kernel(
         mean, r, n = _moments(x, total, squares, start, eps, BLOCK)
         rewritten, inside = tile(q, start, N, q_s, D, DP, BLOCK)
         e, inside = tile(dq, start, N, d_s, D, DP, BLOCK)
-        places = (start + tl.arange(0, BLOCK))[:, None] * n_s + columns[None, :]
-        tl.store(new_q + places, (e * r).to(new_q.dtype.element_ty), mask=inside)
+        put(e * r, new_q, start, n_s, inside, DP, BLOCK)
         share_a, share_b = _shares(mean, r, n, e, rewritten, beta)
         place = parts + (head.to(tl.int64) * blocks + start // BLOCK) * D + columns
         tl.store(place, total, mask=columns < D)
@@ -229,5 +230,4 @@ def _keys_kernel(
     from_b += tl.sum(later_b, 0)[None, :]
     value, inside = tile(dk, start, N, e_s, D, DP, BLOCK)
     value += from_a + x * from_b
-    places = (start + tl.arange(0, BLOCK))[:, None] * n_s + columns[None, :]
-    tl.store(new_k + places, value.to(new_k.dtype.element_ty), mask=inside)
+    put(value, new_k, start, n_s, inside, DP, BLOCK)

@@ -1,14 +1,15 @@
-"""Attention-BN's queries in one launch forward and one backward, in Triton.
+"""Attention-BN's queries, forward and backward, in Triton.
 
-Forward, q' = (q − βμ) r with r = 1/(σ² + ε). A program owns some rows of one head and takes the
-statistics of all of its keys: heads are many, and what few programs read twice lies in the cache.
+A head is cut into parts of ROWS rows, one program each: the first launch leaves the sums of each
+part, the second adds up those of the head and goes over its rows. Where a head is one part, one
+launch does both.
 
-Backward, with sums over the head's rows: dq = r dq', and as Σ_i dq'_i ∘ q'_i = Σ_j dk_j ∘ k_j
-(both are scale Σ_ij dS_ij q'_i ∘ k_j, dS the gradient of the logits), neither q nor q' is read
-again:
+Forward, q' = (q − βμ) r with r = 1/(σ² + ε). Backward, with sums over the head's rows: dq = r dq',
+and as Σ_i dq'_i ∘ q'_i = Σ_j dk_j ∘ k_j (both are scale Σ_ij dS_ij q'_i ∘ k_j, dS the gradient of
+the logits), neither q nor q' is read again:
     dμ = −β r Σ_i dq'_i,   dσ² = −r Σ_j dk_j ∘ (k_j − μ),   dk_j += dμ/S + 2 dσ² (k_j − μ)/S,
 where μ could be taken off since Σ_j dS_ij = 0. It holds for keys that go nowhere but into
-attention.
+attention; so nobody else holds these gradients, and they are changed in place.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -22,8 +23,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PROGRAMS = 264
-"""Enough to fill the largest devices twice; heads are divided among several programs up to this."""
+from dualform.attention.kernels_tiles import put, rows_of, tile
+
+ROWS = 1024
+"""Rows of a part, while a head has no more than PARTS."""
+PARTS = 32
 
 
 def rewrite(q: Tensor, k: Tensor, beta: float, eps: float) -> tuple[Tensor, Tensor]:
@@ -41,15 +45,14 @@ def rewrite(q: Tensor, k: Tensor, beta: float, eps: float) -> tuple[Tensor, Tens
 class _Rewrite(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, beta: float, eps: float) -> tuple[Tensor, Tensor]:
-        q, kept = rows_of(q), rows_of(k)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        heads = q.shape[0] * q.shape[1]
-        moments = torch.empty(2, heads, q.shape[-1], dtype=torch.float32, device=q.device)
-        launch = _launch(q, kept)
-        _forward_kernel[launch["grid"]](
-            q, kept, out, moments, *q.stride()[:3], *kept.stride()[:3], *out.stride()[:3],
-            q.shape[1], q.shape[2], k.shape[2], beta, eps, heads, D=q.shape[-1], **launch["options"]
-        )  # fmt: skip
+        q, kept, out = rows_of(q), rows_of(k), torch.empty_like(q)
+        launches, sizes, sums = _launches(q, kept)
+        moments = torch.empty_like(sums[:, 0])
+        for kernel_options in launches:
+            _forward_kernel[sums.shape[:2]](
+                q, kept, out, sums, moments, *q.stride()[:3], *kept.stride()[:3],
+                *out.stride()[:3], *sizes, beta, eps, **kernel_options
+            )  # fmt: skip
         ctx.save_for_backward(kept, moments)
         ctx.beta = beta
         return out, k.view_as(k)
@@ -59,115 +62,128 @@ class _Rewrite(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor, Tensor, None, None]:
         k, moments = ctx.saved_tensors
         dq, dk = rows_of(dq), rows_of(dk)
-        new_q, new_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (dq, dk))
-        launch = _launch(dq, k)
-        _backward_kernel[launch["grid"]](
-            dq, k, dk, new_q, new_k, moments, *dq.stride()[:3], *k.stride()[:3], *dk.stride()[:3],
-            *new_q.stride()[:3], *new_k.stride()[:3],
-            dq.shape[1], dq.shape[2], k.shape[2], ctx.beta, moments.shape[1], D=dq.shape[-1],
-            **launch["options"]
-        )  # fmt: skip
-        return new_q, new_k, None, None
+        launches, sizes, sums = _launches(dq, k)
+        for kernel_options in launches:
+            _backward_kernel[sums.shape[:2]](
+                dq, k, dk, sums, moments, *dq.stride()[:3], *k.stride()[:3], *dk.stride()[:3],
+                *sizes, ctx.beta, **kernel_options
+            )  # fmt: skip
+        return dq, dk, None, None
 
 
-def rows_of(x: Tensor) -> Tensor:
-    """x with the numbers of a row side by side, as the kernels read them.
-
-    >>> rows_of(torch.ones(2, 3).T).stride()
-    (2, 1)
-    """
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _launch(q: Tensor, k: Tensor) -> dict[str, Any]:
-    heads, longest = q.shape[0] * q.shape[1], max(q.shape[2], k.shape[2])
-    splits = max(1, min(-(-PROGRAMS // heads), -(-longest // 256)))
-    padded = triton.next_power_of_2(q.shape[-1])
-    options = {"DP": padded, "BLOCK": max(16, 8192 // padded), "num_warps": 8}
-    return {"grid": (heads, splits), "options": options}
+def _launches(q: Tensor, k: Tensor) -> tuple[list[dict[str, Any]], tuple[int, ...], Tensor]:
+    """Options of one or two launches; heads, lengths and rows of a part; room for the sums."""
+    (B, H, L, D), S = q.shape, k.shape[2]
+    rows = ROWS * triton.cdiv(max(L, S), ROWS * PARTS)
+    parts = triton.cdiv(max(L, S), rows)
+    padded = triton.next_power_of_2(D)
+    shapes = {"D": D, "DP": padded, "BLOCK": max(16, 16384 // padded), "num_warps": 8}
+    shapes["PARTS"] = triton.next_power_of_2(parts)
+    steps = [(True, True)] if parts == 1 else [(True, False), (False, True)]
+    launches = [{"FIRST": first, "SECOND": second, **shapes} for first, second in steps]
+    sums = torch.empty(B * H, parts, 2, D, dtype=torch.float32, device=q.device)
+    return launches, (H, L, S, rows), sums
 
 
 @triton.jit
-def tile(pointer, start, end, stride, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
-    """(BLOCK, DP) rows from start on in float32, and which are there; 0 from `end` on."""
-    rows = start + tl.arange(0, BLOCK)
+def _pair(pointer, D: tl.constexpr, DP: tl.constexpr):
     columns = tl.arange(0, DP)
-    inside = (rows < end)[:, None] & (columns < D)[None, :]
-    places = rows[:, None] * stride + columns[None, :]
-    return tl.load(pointer + places, mask=inside, other=0.0).to(tl.float32), inside
+    first = tl.load(pointer + columns, mask=columns < D, other=0.0)
+    return first, tl.load(pointer + D + columns, mask=columns < D, other=0.0)
+
+
+@triton.jit
+def _put_pair(first, second, pointer, D: tl.constexpr, DP: tl.constexpr):
+    columns = tl.arange(0, DP)
+    tl.store(pointer + columns, first, mask=columns < D)
+    tl.store(pointer + D + columns, second, mask=columns < D)
+
+
+@triton.jit
+def _added(sums, head, parts, D: tl.constexpr, DP: tl.constexpr, PARTS: tl.constexpr):
+    """Both sums over all parts of a head."""
+    sums += head * parts * 2 * D
+    first, _ = tile(sums, 0, parts, 2 * D, D, DP, PARTS)
+    second, _ = tile(sums + D, 0, parts, 2 * D, D, DP, PARTS)
+    return tl.sum(first, 0), tl.sum(second, 0)
 
 
 @triton.jit
 def _forward_kernel(
-    q, k, out, moments,
+    q, k, out, sums, moments,
     q_b, q_h, q_s, k_b, k_h, k_s, o_b, o_h, o_s,
-    H, L, S, beta, eps, heads,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    H, L, S, rows, beta, eps, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    head, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    columns = tl.arange(0, DP)
-    k += b * k_b + h * k_h
-    first = tl.load(k + columns, mask=columns < D, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK, DP), tl.float32)
-    squares = tl.zeros((BLOCK, DP), tl.float32)
-    for start in tl.range(0, S, BLOCK):
-        x, inside = tile(k, start, S, k_s, D, DP, BLOCK)
-        x = tl.where(inside, x - first[None, :], 0.0)
-        total += x
-        squares += x * x
-    apart = tl.sum(total, 0) / S
-    variance = tl.maximum(tl.sum(squares, 0) / S - apart * apart, 0.0)
-    mean = first + apart
-    r = 1.0 / (variance + eps)
-    if tl.program_id(1) == 0:
-        tl.store(moments + head * D + columns, mean, mask=columns < D)
-        tl.store(moments + (heads + head) * D + columns, r, mask=columns < D)
     q += b * q_b + h * q_h
+    k += b * k_b + h * k_h
     out += b * o_b + h * o_h
-    for start in tl.range(tl.program_id(1) * BLOCK, L, tl.num_programs(1) * BLOCK):
-        x, inside = tile(q, start, L, q_s, D, DP, BLOCK)
-        places = (start + tl.arange(0, BLOCK))[:, None] * o_s + columns[None, :]
-        value = (x - beta * mean[None, :]) * r[None, :]
-        tl.store(out + places, value.to(out.dtype.element_ty), mask=inside)
+    begin = part * rows
+    last_q, last_k = tl.minimum(begin + rows, L), tl.minimum(begin + rows, S)
+    columns = tl.arange(0, DP)
+    # Measured from the first key, which changes nothing but the rounding.
+    first = tl.load(k + columns, mask=columns < D, other=0.0).to(tl.float32)
+    total = tl.zeros((DP,), tl.float32)
+    squares = tl.zeros((DP,), tl.float32)
+    if FIRST:
+        for start in tl.range(begin, last_k, BLOCK):
+            x, inside = tile(k, start, last_k, k_s, D, DP, BLOCK)
+            x = tl.where(inside, x - first[None, :], 0.0)
+            total += tl.sum(x, 0)
+            squares += tl.sum(x * x, 0)
+        if not SECOND:
+            _put_pair(total, squares, sums + (head * parts + part) * 2 * D, D, DP)
+    if SECOND:
+        if not FIRST:
+            total, squares = _added(sums, head, parts, D, DP, PARTS)
+        apart = total / S
+        mean = first + apart
+        r = 1.0 / (tl.maximum(squares / S - apart * apart, 0.0) + eps)
+        if part == 0:
+            _put_pair(mean, r, moments + head * 2 * D, D, DP)
+        for start in tl.range(begin, last_q, BLOCK):
+            x, inside = tile(q, start, last_q, q_s, D, DP, BLOCK)
+            put((x - beta * mean[None, :]) * r[None, :], out, start, o_s, inside, DP, BLOCK)
 
 
 @triton.jit
 def _backward_kernel(
-    dq, k, dk, new_q, new_k, moments,
-    q_b, q_h, q_s, k_b, k_h, k_s, d_b, d_h, d_s, nq_b, nq_h, nq_s, nk_b, nk_h, nk_s,
-    H, L, S, beta, heads,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
+    dq, k, dk, sums, moments,
+    q_b, q_h, q_s, k_b, k_h, k_s, d_b, d_h, d_s,
+    H, L, S, rows, beta, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    head, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    if not FIRST:  # what was read last comes first: the cache still holds it
+        head = tl.num_programs(0) - 1 - head
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    columns = tl.arange(0, DP)
-    mean = tl.load(moments + head * D + columns, mask=columns < D, other=0.0)
-    r = tl.load(moments + (heads + head) * D + columns, mask=columns < D, other=0.0)
     dq += b * q_b + h * q_h
     k += b * k_b + h * k_h
     dk += b * d_b + h * d_h
-    new_q += b * nq_b + h * nq_h
-    new_k += b * nk_b + h * nk_h
-
-    total = tl.zeros((BLOCK, DP), tl.float32)
-    for start in tl.range(0, L, BLOCK):
-        x, inside = tile(dq, start, L, q_s, D, DP, BLOCK)
-        total += x
-        if (start // BLOCK) % tl.num_programs(1) == tl.program_id(1):
-            places = (start + tl.arange(0, BLOCK))[:, None] * nq_s + columns[None, :]
-            tl.store(new_q + places, (x * r[None, :]).to(new_q.dtype.element_ty), mask=inside)
-    products = tl.zeros((BLOCK, DP), tl.float32)
-    for start in tl.range(0, S, BLOCK):
-        x, inside = tile(k, start, S, k_s, D, DP, BLOCK)
-        e, inside = tile(dk, start, S, d_s, D, DP, BLOCK)
-        products += tl.where(inside, e * (x - mean[None, :]), 0.0)
-    d_mean = -beta * r * tl.sum(total, 0) / S
-    d_variance = -2.0 * r * tl.sum(products, 0) / S
-
-    for start in tl.range(tl.program_id(1) * BLOCK, S, tl.num_programs(1) * BLOCK):
-        x, inside = tile(k, start, S, k_s, D, DP, BLOCK)
-        e, inside = tile(dk, start, S, d_s, D, DP, BLOCK)
-        places = (start + tl.arange(0, BLOCK))[:, None] * nk_s + columns[None, :]
-        value = e + d_mean[None, :] + d_variance[None, :] * (x - mean[None, :])
-        tl.store(new_k + places, value.to(new_k.dtype.element_ty), mask=inside)
+    begin = part * rows
+    last_q, last_k = tl.minimum(begin + rows, L), tl.minimum(begin + rows, S)
+    mean, r = _pair(moments + head * 2 * D, D, DP)
+    total = tl.zeros((DP,), tl.float32)
+    products = tl.zeros((DP,), tl.float32)
+    if FIRST:
+        for start in tl.range(begin, last_q, BLOCK):
+            e, inside = tile(dq, start, last_q, q_s, D, DP, BLOCK)
+            total += tl.sum(e, 0)
+            put(e * r[None, :], dq, start, q_s, inside, DP, BLOCK)
+        for start in tl.range(begin, last_k, BLOCK):
+            x, _ = tile(k, start, last_k, k_s, D, DP, BLOCK)
+            e, _ = tile(dk, start, last_k, d_s, D, DP, BLOCK)
+            products += tl.sum(e * (x - mean[None, :]), 0)
+        if not SECOND:
+            _put_pair(total, products, sums + (head * parts + part) * 2 * D, D, DP)
+    if SECOND:
+        if not FIRST:
+            total, products = _added(sums, head, parts, D, DP, PARTS)
+        by_mean, by_variance = beta * r * total / S, 2.0 * r * products / S
+        for start in tl.range(begin, last_k, BLOCK):
+            x, inside = tile(k, start, last_k, k_s, D, DP, BLOCK)
+            e, _ = tile(dk, start, last_k, d_s, D, DP, BLOCK)
+            e -= by_mean[None, :] + by_variance[None, :] * (x - mean[None, :])
+            put(e, dk, start, d_s, inside, DP, BLOCK)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dualform.attention.fused import can_fuse
 from dualform.attention.shapes import (
     causal_mask,
     for_each_query_head,
@@ -64,7 +65,14 @@ def linear(
     """
     require_shapes(q, k, v)
     _require_no_dropout(dropout_p)
-    phi_q, phi_k = features.features(q if scale is None else q * scale), features.features(k)
+    plain = attn_mask is None and not offset and normalized and q.shape == k.shape
+    narrow = max(q.shape[-1], v.shape[-1]) <= 128
+    q = q if scale is None else q * scale
+    if plain and narrow and isinstance(features, EluPlusOne) and can_fuse(q, k):
+        from dualform.attention.kernels_linear import linear_attention
+
+        return linear_attention(q, k, v, is_causal)
+    phi_q, phi_k = features.features(q), features.features(k)
     phi_k, v = for_each_query_head(phi_k, q), for_each_query_head(v, q)
     if attn_mask is not None:
         require_mask(attn_mask, q, k)
