@@ -171,7 +171,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
 
 
 def times(device: str, dtype: torch.dtype, tokens: int, heads: int, width: int) -> None:
-    """Forward and backward of every layer against SDPA of torch's own choice."""
+    """Forward and backward of every layer against SDPA of torch's own choice, fla's against
+    ours."""
     print(
         "\n| N | layer | ms, graph | ratio, graph | ms, eager | ratio, eager |\n" + "|---" * 6 + "|"
     )
@@ -182,7 +183,7 @@ def times(device: str, dtype: torch.dtype, tokens: int, heads: int, width: int) 
         subjects = {"SDPA": sdpa, **layers(device), **backends(device), **published(device)}
         for name, layer in subjects.items():
             try:
-                base = partial(sdpa, is_causal="causal" in name)
+                base = partial(linear if "fla" in name else sdpa, is_causal="causal" in name)
                 mine, other = (partial(with_gradients, f, *given) for f in (layer, base))
                 graph = compare(captured(mine, device), captured(other, device), device)
                 print(f"| {N} | {name} | {graph} | {compare(mine, other, device)} |", flush=True)
