@@ -2,9 +2,8 @@
 
 Blocks of all heads lie one after the other, sample by sample. Two routes lead from there to torch's
 fused kernels. "packed": every head of every sample is a sequence of its own length for one call of
-flash attention; the host has little to do. "parallel": a call for all heads of a factor, on a
-stream of its own beside the others; the device has less to do, since its kernels for this are
-faster.
+flash attention; the host has little to do. "parallel": a call for all heads of a factor, beside
+the others on a stream of its own; the device has less to do, since its kernels for this are faster.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -26,6 +25,8 @@ from dualform.attention.kernels_tiles import put, rows_of
 
 SHORT = 2048
 """Queries below which the host is slower than the device, unless a CUDA graph is captured."""
+LONG = 8192
+"""Queries from which on the device is busy enough for the host to spend time on streams."""
 BLOCK = 64
 """Rows of a tile."""
 
@@ -68,7 +69,8 @@ def scaled_heads_attention(
     short, count = _Pool.apply(k, v, layout, False), len(factors)
     groups = zip(q.chunk(count, 1), short[:count], short[count:], strict=True)
     calls = [partial(scaled_dot_product_attention, *group, scale=scale) for group in groups]
-    return torch.cat(in_parallel(calls, q.device), 1)
+    pays = q.shape[-2] >= LONG or torch.cuda.is_current_stream_capturing()
+    return torch.cat(in_parallel(calls, q.device, pays), 1)
 
 
 def _route(q: Tensor) -> str:
@@ -85,14 +87,19 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None
     return y.view(*q.shape[:-1], v.shape[-1])
 
 
-def in_parallel(calls: Sequence[Callable[[], Tensor]], device: torch.device) -> list[Tensor]:
-    """What the calls return; on CUDA each runs on a stream of its own, as its backward pass will.
+def in_parallel(
+    calls: Sequence[Callable[[], Tensor]], device: torch.device, pays: bool = True
+) -> list[Tensor]:
+    """What the calls return; each on a stream of its own, as its backward pass will be.
+
+    Streams take the host's time, so that they pay where the device has much to do, or where the
+    host has nothing to do since a CUDA graph is captured; elsewhere calls follow each other.
 
     ```python
     in_parallel([lambda: torch.ones(1), lambda: torch.zeros(1)], torch.device("cuda"))
     ```
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not pays:
         return [call() for call in calls]
     here, found = torch.cuda.current_stream(device), []
     streams = _streams(here, len(calls))
