@@ -218,8 +218,24 @@ def test_temperature_is_a_scale(seed: int, T: float) -> None:
     k, _, q = draw(seed, 5, 3)
     G, plain = LogNormalizer(Empirical(k), T), LogNormalizer(Empirical(k))
     near(G.value(q), T * plain.value(q / T))
-    each = LogNormalizer(Empirical(k), torch.full((4, 1), T, dtype=F64))
-    near(each.value(q), G.value(q))
+    mu = G.mean(q)
+    near(G.conjugate(mu), T * plain.conjugate(mu))
+    rows = torch.tensor([[0.5], [T], [1.0], [2.0]], dtype=F64)
+    each = LogNormalizer(Empirical(k), rows)
+    alone = [LogNormalizer(Empirical(k), float(row)) for row in rows]
+    for name in ("value", "mean", "covariance", "jacobian", "entropy", "conjugate"):
+        x = mu if name == "conjugate" else q
+        expected = torch.stack([getattr(one, name)(y) for one, y in zip(alone, x, strict=True)])
+        near(getattr(each, name)(x), expected)
+    near(each.mean(each.natural(mu)), mu)
+
+
+def test_temperature_keeps_the_digits_of_what_it_scales() -> None:
+    """0.1 has more digits in float64 than torch's own default gives it."""
+    G = LogNormalizer(Gaussian(torch.zeros(2, dtype=F64)), 0.1)
+    ones = torch.ones(2, dtype=F64)
+    near(G.conjugate(ones), torch.tensor(0.1, dtype=F64))
+    near(G.natural(ones), 0.1 * ones)
 
 
 # --- entmax -----------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class LogNormalizer:
         """
         require_width("mu", mu, self.measure.width)
         require_finite("mu", mu)
-        return torch.as_tensor(self.temperature) * self.measure.conjugate(mu)
+        return self._T(mu).squeeze(-1) * self.measure.conjugate(mu)
 
     def natural(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """∇G*(μ): the η whose mean is μ.
@@ -123,7 +123,7 @@ class LogNormalizer:
         """
         require_width("mu", mu, self.measure.width)
         require_finite("mu", mu)
-        return torch.as_tensor(self.temperature) * self.measure.natural(mu)
+        return self._T(mu) * self.measure.natural(mu)
 
     def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
         """−∫ log(dp/dh) dp = (G(η) − η·μ) / T: Shannon's where h counts, else relative to h.
@@ -185,6 +185,10 @@ class LogNormalizer:
         size = eta.detach().abs().amax(-1, keepdim=True).double()
         if not holds(size.isfinite()):
             require_finite("eta", eta)
-        beta = 1 / torch.as_tensor(self.temperature, dtype=torch.float64, device=eta.device)
         most = torch.finfo(eta.dtype).max ** 0.5
-        return torch.minimum(beta, most / size.clamp(min=1e-18)).to(eta.dtype)
+        return torch.minimum(1 / self._T(size), most / size.clamp(min=1e-18)).to(eta.dtype)
+
+    def _T(self, like: Tensor) -> Tensor:
+        """The temperature, to stand beside (…, d)."""
+        T = torch.as_tensor(self.temperature, dtype=like.dtype, device=like.device)
+        return T if T.ndim else T.unsqueeze(-1)
