@@ -184,6 +184,26 @@ def test_reads_in_the_type_it_was_given(dtype: torch.dtype) -> None:
     near(G.value(q.to(dtype)).double(), exact.value(q), 20 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_not_finite_is_refused_though_the_kernel_reads_it(bad: float, masked: bool) -> None:
+    """−∞ along keys of one sign weighs none of them, as a mask does: kernels read 0."""
+    k, _, q = (x.abs() for x in draw(0, 5, 3))
+    mask = (torch.arange(4).unsqueeze(-1) > 1).expand(4, 5) if masked else None
+    q[1, 2] = bad
+    G = LogNormalizer(Empirical(k, mask=mask))
+    with pytest.raises(FamilyError, match=r"^eta has 1 of 12 numbers that are not finite; "):
+        G.mean(q)
+
+
+def test_values_that_are_not_finite_are_read_as_they_are() -> None:
+    k, v, q = draw(0, 5, 3)
+    v[0, 0] = math.inf
+    read = LogNormalizer(Empirical(k)).mean(q, v)
+    assert (read[:, 0] == math.inf).all()
+    near(read[:, 1:], F.scaled_dot_product_attention(q, k, v[:, 1:], scale=1.0))
+
+
 # --- temperature ------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dualform.families.checks import holds, require_finite, require_temperature, require_width
+from dualform.families.measures.empirical import Empirical
 from dualform.families.measures.measure import Measure
 
 
@@ -57,6 +58,9 @@ class LogNormalizer:
         >>> LogNormalizer(Hypercube(2)).mean(torch.tensor([0.0, 2.0]))  # a sigmoid layer
         tensor([0.5000, 0.8808])
         """
+        read = self._fused(eta, values)
+        if read is not None:
+            return read
         natural = self._beta(eta) * eta
         return (
             self.measure.mean(natural)
@@ -178,6 +182,14 @@ class LogNormalizer:
         """
         with torch.no_grad():
             return self.measure.sample(self._beta(eta) * eta, count, generator)
+
+    def _fused(self, eta: Tensor, values: Tensor | None) -> Tensor | None:
+        """The mean in one pass, where there is one; what it cannot read, the others explain."""
+        require_width("eta", eta, self.measure.width)
+        if not isinstance(self.measure, Empirical) or isinstance(self.temperature, Tensor):
+            return None
+        values = self.measure.values if values is None else values
+        return self.measure.fused(eta, values, 1 / self.temperature)
 
     def _beta(self, eta: Tensor) -> Tensor:
         """1/T, row by row (…, 1), so that η/T can be squared in its type."""

@@ -1,5 +1,7 @@
 """Σ_j h_j δ(x − x_j): points. The family is softmax attention over them."""
 
+import math
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
@@ -98,9 +100,20 @@ class Empirical(Memory, Measure):
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
     ) -> Float[Tensor, "*shape m"]:
         """Σ_j p_j v_j: attention with values, by torch's fused kernel where no gradient is due."""
-        if _fusible(eta, self.keys, values, self.offset):
-            return _fused(eta, self.keys, values, self.offset)
-        return self.scores(eta) @ values
+        read = self.fused(eta, values)
+        return self.scores(eta) @ values if read is None else read
+
+    def fused(
+        self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"], scale: float = 1.0
+    ) -> Float[Tensor, "*shape m"] | None:
+        """The expectation at scale · η by torch's fused kernel.
+
+        None where that kernel has no rule, and where η or what it gives is not finite.
+        """
+        if not _fusible(eta, self.keys, values, self.offset):
+            return None
+        read = _fused(eta, self.keys, values, self.offset, scale)
+        return read if _finite(eta) and _finite(read) else None
 
     def cross_covariance(
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
@@ -171,13 +184,23 @@ def _fusible(*tensors: Tensor | None) -> bool:
     return given[0].ndim > 1 and all(visible(x) for x in given)
 
 
-def _fused(eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None) -> Tensor:
+def _finite(x: Tensor) -> bool:
+    """Whether the sum is finite: in one pass without a copy, and only then all of x surely is."""
+    return math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
+
+
+def _fused(
+    eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None, scale: float
+) -> Tensor:
+    alike = eta.shape[:-2] == keys.shape[:-2] == values.shape[:-2]
+    if offset is None and alike and eta.ndim == 4:  # nothing to bring into shape
+        return fused_attention(eta, keys, values, scale=scale)
     batch = np.broadcast_shapes(eta.shape[:-2], keys.shape[:-2], values.shape[:-2])
     if offset is not None:
         batch = np.broadcast_shapes(batch, offset.shape[:-2])
         offset = _four(offset.expand(*batch, eta.shape[-2], keys.shape[-2]))
     q, k, v = (_four(x.expand(*batch, *x.shape[-2:])) for x in (eta, keys, values))
-    read = fused_attention(q, k, v, offset, scale=1.0)
+    read = fused_attention(q, k, v, offset, scale=scale)
     return read.reshape(*batch, *read.shape[-2:])
 
 
