@@ -232,6 +232,13 @@ def test_cold_is_the_maximum_and_hot_the_average() -> None:
     near(cold.covariance(q), torch.zeros(4, 3, 3, dtype=F64))
 
 
+@pytest.mark.parametrize("T", [1e-30, 1e-39, 1e-300, 1e-320])
+def test_cold_scores_that_all_leave_the_range_below_have_a_maximum_too(T: float) -> None:
+    k = torch.tensor([[1e15, 2e15], [3e15, 2e15]])
+    read = LogNormalizer(Empirical(k), T).mean(torch.tensor([[1.0, -3.0], [-1.0, -2.0]]))
+    near(read, k[[1, 0]])
+
+
 @given(seed=seeds, T=st.sampled_from([0.2, 3.0]))
 @law
 def test_temperature_is_a_scale(seed: int, T: float) -> None:

@@ -108,12 +108,13 @@ class Empirical(Memory, Measure):
     ) -> Float[Tensor, "*shape m"] | None:
         """The expectation at scale · η by torch's fused kernel.
 
-        None where that kernel has no rule, and where η or what it gives is not finite.
+        None where that kernel has no rule, where scale · η is not of a size that can be squared,
+        and where what comes out is not finite.
         """
-        if not _fusible(eta, self.keys, values, self.offset):
+        if not _fusible(eta, self.keys, values, self.offset) or not _moderate(eta, scale):
             return None
         read = _fused(eta, self.keys, values, self.offset, scale)
-        return read if _finite(eta) and _finite(read) else None
+        return read if math.isfinite(read.sum(dtype=_wide(read))) else None
 
     def cross_covariance(
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
@@ -184,9 +185,16 @@ def _fusible(*tensors: Tensor | None) -> bool:
     return given[0].ndim > 1 and all(visible(x) for x in given)
 
 
-def _finite(x: Tensor) -> bool:
-    """Whether the sum is finite: in one pass without a copy, and only then all of x surely is."""
-    return math.isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)))
+def _moderate(eta: Tensor, scale: float) -> bool:
+    """Whether scale · η can be squared in its type; not where it is infinite or NaN."""
+    wide = _wide(eta)
+    size = torch.linalg.vector_norm(eta, dtype=wide)  # in one pass, without a copy
+    return float(size) * scale <= torch.finfo(wide).max ** 0.5
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type in which kernels add: at least float32."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _fused(
