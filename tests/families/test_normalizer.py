@@ -418,6 +418,20 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "values={one row for each point} need a measure of points, and Hypercube(2) has none; "
         "leave values out, or use Empirical(points).",
     ),
+    "rows of values": (
+        lambda: G.mean(torch.ones(5, 2), torch.ones(4, 1)),
+        "values of shape (4, 1) do not belong to 3 points; give one row for each: shape (…, 3, m).",
+    ),
+    "one query for many measures": (
+        lambda: LogNormalizer(Empirical(torch.ones(4, 3, 2))).mean(torch.ones(2)),
+        "eta of shape (2,) is one query, but points of shape (4, 3, 2) are a batch of measures; "
+        "give eta of shape (…, q, 2).",
+    ),
+    "types": (
+        lambda: LogNormalizer(Laplace(lambda x: x[:, 0], [0.0], [1.0])).value(torch.ones(5, 1)),
+        "eta is torch.float32, but the points are torch.float64; give eta as "
+        "eta.to(torch.float64).",
+    ),
     "outside": (
         lambda: LogNormalizer(Empirical(torch.eye(2))).natural(torch.tensor([2.0, 2.0])),
         "no natural parameter was found whose mean is mu, after 100 Newton steps; mu must lie "

@@ -71,6 +71,7 @@ class Empirical(Memory, Measure):
 
     def logits(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape n"]:
         """η·x_j + log h_j + b_j; −∞ where a point takes no part."""
+        _require_queries(eta, self.keys)
         products = eta @ self.keys.mT
         return products if self.offset is None else products + self.offset
 
@@ -111,6 +112,7 @@ class Empirical(Memory, Measure):
         None where that kernel has no rule, where scale · η is not of a size that can be squared,
         and where what comes out is not finite.
         """
+        _require_values(values, self.keys)
         if not _fusible(eta, self.keys, values, self.offset) or not _moderate(eta, scale):
             return None
         read = _fused(eta, self.keys, values, self.offset, scale)
@@ -120,6 +122,7 @@ class Empirical(Memory, Measure):
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
     ) -> Float[Tensor, "*shape m d"]:
         """Σ_j p_j (v_j − E v)(x_j − E x)ᵀ."""
+        _require_values(values, self.keys)
         p = self.scores(eta)
         v, x = _centered(p, values), _centered(p, self.keys)
         return v.mT @ (p.unsqueeze(-1) * x)
@@ -182,7 +185,8 @@ def _fusible(*tensors: Tensor | None) -> bool:
     given = [x for x in tensors if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
-    return given[0].ndim > 1 and all(visible(x) for x in given)
+    alike = given[0].dtype == given[1].dtype == given[2].dtype
+    return alike and given[0].ndim > 1 and all(visible(x) for x in given)
 
 
 def _moderate(eta: Tensor, scale: float) -> bool:
@@ -252,6 +256,28 @@ def _require_support(points: Tensor) -> None:
             "distribution; give at least one point."
         )
     require_finite("points", points)
+
+
+def _require_queries(eta: Tensor, points: Tensor) -> None:
+    if eta.ndim == 1 and points.ndim > 2:
+        raise FamilyError(
+            f"eta of shape {tuple(eta.shape)} is one query, but points of shape "
+            f"{tuple(points.shape)} are a batch of measures; give eta of shape "
+            f"(…, q, {points.shape[-1]})."
+        )
+    if eta.dtype != points.dtype and not torch.is_autocast_enabled(eta.device.type):
+        raise FamilyError(
+            f"eta is {eta.dtype}, but the points are {points.dtype}; give eta as "
+            f"eta.to({points.dtype})."
+        )
+
+
+def _require_values(values: Tensor, points: Tensor) -> None:
+    if values.ndim < 2 or values.shape[-2] != points.shape[-2]:
+        raise FamilyError(
+            f"values of shape {tuple(values.shape)} do not belong to {points.shape[-2]} points; "
+            f"give one row for each: shape (…, {points.shape[-2]}, m)."
+        )
 
 
 def _require_weights(points: Tensor, weights: Tensor) -> None:
