@@ -470,7 +470,31 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no density": (
         lambda: Pushforward(Hypercube(2), torch.ones(1, 2)).log_base(torch.ones(1)),
-        "A of shape (1, 2) cannot be undone, so the image has no density; use a square A.",
+        "A of shape (1, 2) cannot be undone, so the image has no density; use a square A of full "
+        "rank.",
+    ),
+    "flat image": (
+        lambda: Pushforward(Hypercube(2), torch.ones(2, 2)).log_base(torch.ones(2)),
+        "A of shape (2, 2) cannot be undone, so the image has no density; use a square A of full "
+        "rank.",
+    ),
+    "shift": (
+        lambda: Pushforward(Hypercube(2), torch.ones(1, 2), torch.ones(2)),
+        "b of shape (2,) cannot be added to A x; give 1 numbers, as many as A has rows.",
+    ),
+    "covariance": (
+        lambda: Gaussian(torch.zeros(2), torch.eye(3)),
+        "a covariance of shape (3, 3) does not belong to a mean of shape (2,); give one of shape "
+        "(…, 2, 2).",
+    ),
+    "mixed points": (
+        lambda: Mixture(Empirical(torch.ones(4, 3, 2))),
+        "Empirical(points=(4, 3, 2)) is not a component; a mixture of points is one "
+        "Empirical(points, weights), and two of them are added by +.",
+    ),
+    "weights of a mixture": (
+        lambda: Mixture(Gaussian(K), torch.ones(2)).mean(torch.ones(2)),
+        "2 weights do not weigh 3 components; give one for each.",
     ),
     "mixture": (
         lambda: Mixture(Gaussian(K), torch.tensor([1.0, -1.0, 1.0])),

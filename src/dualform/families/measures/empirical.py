@@ -181,11 +181,11 @@ def _safe_softmax(logits: Tensor) -> Tensor:
 
 
 def _fusible(*tensors: Tensor | None) -> bool:
-    """Whether the fused kernel would do: it cannot be differentiated twice, nor transformed."""
+    """Whether the fused kernel would do: it has one type and derivative, and no transforms."""
     given = [x for x in tensors if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
-    alike = given[0].dtype == given[1].dtype == given[2].dtype
+    alike = all(x.dtype == given[0].dtype for x in given)
     return alike and given[0].ndim > 1 and all(visible(x) for x in given)
 
 
@@ -193,7 +193,7 @@ def _moderate(eta: Tensor, scale: float) -> bool:
     """Whether scale · η can be squared in its type; not where it is infinite or NaN."""
     wide = _wide(eta)
     size = torch.linalg.vector_norm(eta, dtype=wide)  # in one pass, without a copy
-    return float(size) * scale <= torch.finfo(wide).max ** 0.5
+    return float(size) * scale <= math.sqrt(torch.finfo(wide).max)
 
 
 def _wide(x: Tensor) -> torch.dtype:
