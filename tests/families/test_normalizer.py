@@ -341,7 +341,12 @@ def test_entmax_of_masked_huge_and_tiny_scores(alpha: float) -> None:
     assert p[1, 1] == 0
     assert p[2].tolist() == [0.5, 0, 0.5]
     assert torch.autograd.grad(p[:, 0].sum(), theta)[0].isfinite().all()
-    assert Tsallis(alpha).conjugate(theta.detach()[1]).isfinite()
+    omega, (one, other) = Tsallis(alpha), torch.eye(3)[[0, 1]]
+    seen = torch.tensor([True, False, True])
+    near(omega.conjugate(theta[1]), omega.conjugate(theta[1, seen]), 1e-6)
+    near(omega.loss(theta[1], one), omega.loss(theta[1, seen], one[seen]), 1e-6)
+    assert torch.autograd.grad(omega.loss(theta[1], one), theta)[0].isfinite().all()
+    assert omega.loss(theta[1], other) == torch.inf  # what takes no part cannot be the answer
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
