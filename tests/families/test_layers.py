@@ -375,6 +375,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "p(y | x) can be listed over points only, and Hypercube(2) has none; use field(x).gibbs "
         "to draw from it, or Empirical(points).",
     ),
+    "keys of queries": (
+        lambda: InfoNCE()(torch.ones(4, 2), torch.ones(1, 2)),
+        "4 queries have 1 keys; give each its own, in the same order, and negatives after them.",
+    ),
     "contrast": (lambda: InfoNCE(0.0), "temperature=0.0 is not a positive, finite number; "),
 }
 
