@@ -41,7 +41,7 @@ def annealed(
     7.0
     """
     v = field.visible.sample(field.b, chains, generator)
-    weight = torch.zeros(chains, dtype=torch.float64)
+    weight = torch.zeros(chains, dtype=torch.float64, device=v.device)
     for step in range(1, temperatures + 1):
         before, after = (field.tempered(s / temperatures) for s in (step - 1, step))
         weight += (before.free_energy(v) - after.free_energy(v)).double()
