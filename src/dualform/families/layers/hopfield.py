@@ -84,16 +84,12 @@ class Hopfield:
     ) -> Retrieval:
         """Steps until no state moves by more than the tolerance, `steps` at most."""
         states, energies = queries, [self.energy(queries)]
-        taken = 0
         for _ in range(steps):
-            moved = self.G.mean(states)
-            taken += 1
-            far = float((moved - states).detach().abs().max())
-            states = moved
+            before, states = states, self.G.mean(states)
             energies.append(self.energy(states))
-            if far <= tolerance:
+            if float((states - before).detach().abs().max()) <= tolerance:
                 break
-        return Retrieval(states, taken, torch.stack(energies).detach())
+        return Retrieval(states, len(energies) - 1, torch.stack(energies).detach())
 
     def separation(self) -> Float[Tensor, " n"]:
         """Δ_i = x_i·x_i − max_{j≠i} x_i·x_j: how far each pattern stands out; many T is well kept.
