@@ -227,6 +227,12 @@ def test_lipschitz_is_the_norm_of_the_jacobian() -> None:
         near(lipschitz(step, x, 300), torch.linalg.matrix_norm(jacobians, 2), 1e-4)
 
 
+def test_lipschitz_starts_in_no_special_direction() -> None:
+    """J here has no part along (1, 1), nor along x = (1, 1)."""
+    A = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=F64)
+    near(lipschitz(lambda x: x @ A, torch.ones(1, 2, dtype=F64)), torch.full((1,), 2.0).double())
+
+
 def test_certificates_tell_contractions_from_others() -> None:
     start = randn(5, 4)
     good = certify(step_of(Decay(0.3), T=3.0), start, steps=60)
