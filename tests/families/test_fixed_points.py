@@ -183,6 +183,20 @@ def test_symmetric_and_general_solves_agree() -> None:
     near(*both)
 
 
+def test_a_gradient_that_is_not_reached_is_an_error() -> None:
+    """J = [[0, 3], [0, 0]] contracts in two steps, but it is not symmetric."""
+    A = torch.tensor([[0.0, 0.0], [3.0, 0.0]], dtype=F64, requires_grad=True)
+    right, wrong = (
+        implicit(lambda x: x @ A + 1, randn(1, 2), symmetric=symmetric)
+        for symmetric in (False, True)
+    )
+    (gradient,) = torch.autograd.grad(right.sum(), A)
+    x = torch.linalg.solve(torch.eye(2).double() - A.T, torch.ones(2).double())
+    near(gradient, torch.autograd.grad(x.sum(), A)[0], 1e-6)
+    with pytest.raises(FamilyError, match=r"^the gradient of a fixed point was not reached: a "):
+        wrong.sum().backward()
+
+
 def test_an_equilibrium_trains_as_the_unrolled_network_does() -> None:
     torch.manual_seed(0)
     layer = EquilibriumAttention(4, 6, decay=0.4, temperature=2.0).double()
