@@ -10,7 +10,7 @@ from torch import nn
 from dualform import attention
 from dualform.attention import Primal
 from dualform.errors import AttentionError
-from dualform.memory import EluPlusOne, Relu
+from dualform.memory import EluPlusOne, Memory, Relu
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -19,6 +19,16 @@ def test_a_memory_of_the_context_is_the_layer(case: Case) -> None:
     memory = attention.memory(case.name, k, v, **case.options)
     near(memory.read(q), case.layer(q, k, v))
     near(memory.scores(q) @ v, memory.read(q))
+    ones = torch.ones_like(v[..., :1])
+    if memory.kernel.normalized and case.options.get("features") != Relu():  # which may not answer
+        near(Memory(k, ones, memory.kernel).read(q), torch.ones_like(q[..., :1]))
+
+
+def test_a_memory_says_whether_it_averages() -> None:
+    _, k, v = draw(1, 6, 8)
+    for options in ({"normalized": False}, {"normalized": False, "scale": 2.0}):
+        assert not attention.memory("linear", k, v, **options).kernel.normalized
+    assert not attention.memory("ridge", k, v).kernel.normalized
 
 
 @pytest.mark.parametrize("options", [{}, {"features": Relu()}, {"normalized": False}])
