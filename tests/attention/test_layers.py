@@ -267,6 +267,10 @@ WRONG = {
         "kind='sparse' is unknown; choose one of softmax, linear, local, batch_norm, "
         "scaled_heads, batch_norm_scaled_heads, ridge.",
     ),
+    "unknown option": (
+        lambda: attention.kind("local", windows=3),
+        "kind='local' has no option 'windows'; it has scale, window.",
+    ),
     "dimensions": (
         lambda: attention.softmax(ONE, ONE[0], ONE[0]),
         "q (1, 4, 5, 8), k (4, 5, 8), v (4, 5, 8) differ in their number of dimensions; give q as "
