@@ -258,6 +258,21 @@ def test_ridge_does_not_see_masked_keys() -> None:
     near(attention.ridge(q, k, v, keep), attention.ridge(q, k[..., :4, :], v[..., :4, :]))
 
 
+def test_ridge_reads_back_what_it_was_told_under_any_mask_of_its_keys() -> None:
+    _, k, v = draw(2, 5, 7)
+    mask = torch.linspace(-1, 1, 7).double()
+    mask[3] = -torch.inf
+    kept = torch.arange(7) != 3
+    near(attention.ridge(k, k, v, mask, penalty=1e-10)[..., kept, :], v[..., kept, :], 1e-5)
+
+
+def test_ridge_with_a_mask_for_each_head_of_queries() -> None:
+    q, k, v = draw(3, 5, 7)
+    mask = torch.rand(2, 4, 1, 7, generator=torch.Generator().manual_seed(0)) < 0.7
+    twice = (x[:, :2].repeat_interleave(2, 1) for x in (k, v))
+    near(attention.ridge(q, k[:, :2], v[:, :2], mask), attention.ridge(q, *twice, mask))
+
+
 # --- errors -----------------------------------------------------------------------------------
 
 ONE = torch.ones(1, 4, 5, 8)
@@ -345,7 +360,7 @@ WRONG = {
     "causal ridge": (
         lambda: attention.ridge(ONE, ONE, ONE, is_causal=True),
         "ridge attention solves one regression for all queries, so they must see the same keys; "
-        "leave is_causal out and give a boolean attn_mask (…, 1, S).",
+        "leave is_causal out and give an attn_mask (…, 1, S).",
     ),
     "penalty": (
         lambda: attention.ridge(ONE, ONE, ONE, penalty=0.0),
