@@ -133,6 +133,18 @@ def test_grouped_queries_share_keys(case: Case, causal: bool) -> None:
     near(twice(q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=causal), y)
 
 
+@pytest.mark.parametrize("offset", [0, 1, 6, 7, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows_may_lie_anywhere_before_and_behind_the_keys(offset: int, causal: bool) -> None:
+    q, k, v = draw(7, 4, 6)
+    i, j = torch.arange(4)[:, None] + offset, torch.arange(6)
+    sees = ((i - j).abs() <= 2) & ((j <= i) | (not causal))
+    near(
+        attention.local(q, k, v, is_causal=causal, window=2, offset=offset),
+        attention.softmax(q, k, v, sees),
+    )
+
+
 def test_random_and_strided_pools_take_keys_as_they_are() -> None:
     q, k, v = draw(7, 5, 10)
     y = attention.scaled_heads(q, k, v, factors=(3,), pool="stride")
