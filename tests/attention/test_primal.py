@@ -138,6 +138,22 @@ def test_explanations_carry_the_choices() -> None:
 
 
 WRONG = {
+    "sees": (
+        lambda: Primal(sees="past"),
+        "sees='past' says nothing; give 'all', 'causal', or how many keys on each side.",
+    ),
+    "window": (
+        lambda: Primal(sees=-1),
+        "sees=-1 says nothing; give 'all', 'causal', or how many keys on each side.",
+    ),
+    "unknown normalizer": (
+        lambda: Primal(kernel=Dot(), normalizer="max"),
+        "normalizer='max' is unknown; give 'sum' or 'one'.",
+    ),
+    "price": (
+        lambda: Primal(C=0.0),
+        "C=0.0 and epsilon=0.1 make no regression; C must be positive, and epsilon not negative.",
+    ),
     "normalizer": (
         lambda: Primal(normalizer="one"),
         "Exponential with normalizer='one' would be a sum of unbounded exponentials; use "
