@@ -437,6 +437,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "eta is torch.float32, but the points are torch.float64; give eta as "
         "eta.to(torch.float64).",
     ),
+    "nothing to draw": (
+        lambda: Empirical(K, mask=torch.tensor([[True] * 3, [False] * 3])).sample(torch.ones(2, 2)),
+        "nothing can be drawn where every point is masked; leave such η out.",
+    ),
     "outside": (
         lambda: LogNormalizer(Empirical(torch.eye(2))).natural(torch.tensor([2.0, 2.0])),
         "no natural parameter was found whose mean is mu, after 100 Newton steps; mu must lie "
@@ -454,7 +458,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Sphere(2).natural(torch.tensor([1.0, 1.0])),
         "mu has length 1.414 somewhere, but means of points of the sphere lie inside it: ‖mu‖ < 1.",
     ),
-    "no sphere": (lambda: Sphere(0), "Sphere(0) is no sphere; the width must be 1 or more."),
+    "no sphere": (lambda: Sphere(0), "Sphere(0) has no width; it must be 1 or more."),
     "box": (
         lambda: Interval(torch.ones(1), torch.zeros(1)),
         "low=[1.0] must lie below high=[0.0] throughout.",

@@ -154,6 +154,8 @@ class Empirical(Memory, Measure):
     ) -> Float[Tensor, "count *shape d"]:
         """Points, drawn with probability p_j."""
         p = self.scores(eta)
+        if not holds((p > 0).any(-1)):
+            raise FamilyError("nothing can be drawn where every point is masked; leave such η out.")
         flat = torch.multinomial(p.reshape(-1, p.shape[-1]), count, True, generator=generator)
         drawn = flat.T.reshape(count, *p.shape[:-1], 1)
         points = self.keys[(None,) * (drawn.ndim - self.keys.ndim)]
