@@ -16,8 +16,7 @@ from dualform.errors import AttentionError
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """out_proj(heads of a layer of this kind over projected q, k, v), as torch's module of this
-    name.
+    """out_proj(heads of a layer of this kind over projected q, k, v): torch's module, and more.
 
     Weights load both ways: `state_dict` is torch's. What the kind takes beyond q, k, v goes into
     `options`.

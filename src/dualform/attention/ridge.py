@@ -3,8 +3,7 @@
 With squared errors in place of the ε-insensitive loss, ½‖W‖² + Σ_j (C_j/2)(y_j − f(k_j))², the
 dual has no box and its optimum is a linear system. For exponential features, h the sum over the
 keys and C_j = h(k_j)/λ it reads (A + λI) v = y, with A_ij = softmax_j(scale k_i·k_j) the
-self-attention of the keys: the values whose attention at the keys gives back the targets, but for
-λ.
+self-attention of the keys: but for λ, v are the values whose attention at the keys is y.
 """
 
 from __future__ import annotations
