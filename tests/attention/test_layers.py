@@ -37,7 +37,8 @@ def test_definition(case: Case, causal: bool, seed: int, L: int, S: int) -> None
     q, k, v = draw(seed, L, S, batch=(4,))
     sees = torch.ones(L, S, dtype=torch.bool)
     sees = sees.tril() if causal else sees
-    near(case.layer(q, k, v, is_causal=causal), case.reference(q, k, v, sees, causal), 1e-8)
+    expected = case.reference(q, k, v, sees, causal)
+    near(case.layer(q, k, v, is_causal=causal), expected, case.digits)
 
 
 @law
@@ -58,7 +59,7 @@ def test_masks_leave_what_is_seen(case: Case, seed: int, causal: bool, numbers: 
     sees = torch.rand(6, 8, generator=torch.Generator().manual_seed(seed)) < 0.6
     mask = torch.zeros(6, 8).double().masked_fill(~sees, -torch.inf) if numbers else sees
     expected = case.reference(q, k, v, sees.tril() if causal else sees, causal)
-    near(case.layer(q, k, v, mask, is_causal=causal), expected, 1e-8)
+    near(case.layer(q, k, v, mask, is_causal=causal), expected, case.digits)
 
 
 @each

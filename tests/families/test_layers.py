@@ -128,13 +128,13 @@ def test_energy_attention_never_raises_its_energy(seed: int, scale: float, T: fl
 
 def test_energy_is_the_sum_over_heads_and_tokens() -> None:
     layer, x = EnergyAttention(4, 2, temperature=0.5).double().requires_grad_(False), randn(3, 4)
-    keys = x * 2 / x.norm(dim=-1, keepdim=True)
+    keys = x * (4 / (x.square().sum(-1, keepdim=True) + 1e-6)).sqrt()  # 1e-6 keeps ‖x‖ from 0
     q, k = (by_head(W(y), 2) for W, y in ((layer.W_Q, x), (layer.W_K, keys)))
     expected = x.square().sum() / 2
     for head, token in itertools.product(range(2), range(3)):
         scores = [float(q[head, token] @ k[head, j]) / 0.5 for j in range(3)]
         expected = expected - 0.5 * math.log(sum(map(math.exp, scores)))
-    near(layer.energy(x), expected, 1e-5)  # 1e-6 keeps ‖x‖ from 0
+    near(layer.energy(x), expected)
 
 
 def test_energy_attention_trains_through_its_steps() -> None:
