@@ -16,6 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from dualform.errors import DualformError, FamilyError
 from dualform.families import (
+    Chain,
     Empirical,
     Gaussian,
     Hypercube,
@@ -459,6 +460,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "mu has length 1.414 somewhere, but means of points of the sphere lie inside it: ‖mu‖ < 1.",
     ),
     "no sphere": (lambda: Sphere(0), "Sphere(0) has no width; it must be 1 or more."),
+    "chain": (
+        lambda: Chain(0, 2),
+        "length=0 and labels=2 leave nothing to choose; both must be 1 or more.",
+    ),
     "box": (
         lambda: Interval(torch.ones(1), torch.zeros(1)),
         "low=[1.0] must lie below high=[0.0] throughout.",
