@@ -134,6 +134,12 @@ def test_grouped_queries_share_keys(case: Case, causal: bool) -> None:
     near(twice(q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=causal), y)
 
 
+@each
+def test_no_queries_read_nothing(case: Case) -> None:
+    q, k, v = draw(7, 0, 6)
+    assert case.layer(q, k, v).shape == (2, 4, 0, 2)
+
+
 @pytest.mark.parametrize("offset", [0, 1, 6, 7, 100])
 @pytest.mark.parametrize("causal", [False, True])
 def test_windows_may_lie_anywhere_before_and_behind_the_keys(offset: int, causal: bool) -> None:
@@ -328,6 +334,11 @@ WRONG = {
         lambda: attention.softmax(ONE, ONE, ONE, torch.ones(5, 4, dtype=torch.bool)),
         "attn_mask of shape (5, 4) does not fit 5 queries and 5 keys; it must broadcast to "
         "(1, 4, 5, 5).",
+    ),
+    "mask of integers": (
+        lambda: attention.softmax(ONE, ONE, ONE, torch.ones(5, 5, dtype=torch.long)),
+        "attn_mask is torch.int64; give booleans, True where a query sees a key "
+        "(attn_mask.bool()), or numbers to add to the logits.",
     ),
     "factors that do not divide": (
         lambda: attention.scaled_heads(ONE, ONE, ONE, factors=(1, 2, 4)),

@@ -125,6 +125,11 @@ def test_support_against_a_box() -> None:
     assert seen.support(C=1.0) == [attention.Support(1.0, zero=1, inside=1, bound=2)]
 
 
+def test_keys_that_no_token_has_are_no_data() -> None:
+    with pytest.raises(AttentionError, match=r"^add_bias_kv and add_zero_attn add keys that no"):
+        attention.inspect(nn.MultiheadAttention(6, 2, add_bias_kv=True), torch.ones(4, 2, 6))
+
+
 def test_torchs_own_module_can_be_inspected() -> None:
     torch.manual_seed(0)
     module = nn.MultiheadAttention(6, 2, kdim=3, vdim=3)

@@ -93,6 +93,11 @@ def inspect(layer: nn.MultiheadAttention, x: Tensor, context: Tensor | None = No
 
 
 def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
+    if layer.bias_k is not None or layer.add_zero_attn:
+        raise AttentionError(
+            "add_bias_kv and add_zero_attn add keys that no token has, and a regression has data "
+            "of the context only; inspect a module without them."
+        )
     options: dict[str, Any] = {"kind": "softmax"}
     if isinstance(layer, MultiheadAttention):
         options = {"kind": layer.kind, "num_kv_heads": layer.num_kv_heads, **layer.options}

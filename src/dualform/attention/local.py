@@ -41,7 +41,7 @@ def local(
     L, S = q.shape[-2], k.shape[-2]
     ahead = 0 if is_causal else window
     block = max(BLOCK, window)
-    count = -(-L // block)
+    count = max(1, -(-L // block))
     size = block + window + ahead
     k, v = for_each_query_head(k, q), for_each_query_head(v, q)
     keys, values = (_windows(x, offset - window, count, block, size) for x in (k, v))
