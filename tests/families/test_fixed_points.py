@@ -282,6 +282,11 @@ def test_basins_of_separated_patterns_are_the_patterns() -> None:
     assert repr(found) == "Basins(3 limits; shares 0.33, 0.33, 0.33)"
 
 
+def test_basins_that_were_not_reached_say_so() -> None:
+    found = basins(lambda x: x + 1, torch.zeros(2, 1), steps=5)
+    assert repr(found) == "Basins(1 places, not converged; shares 1.00)"
+
+
 # --- words ------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
@@ -289,6 +294,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "method": (
         lambda: solve(lambda x: x, torch.ones(1, 1), method="broyden"),
         "method='broyden' is unknown; there are 'plain' and 'anderson'.",
+    ),
+    "steps": (
+        lambda: solve(lambda x: x, torch.ones(1, 1), steps=0),
+        "steps=0 leave nothing to be found; give 1 or more.",
     ),
     "divergence": (
         lambda: implicit(lambda x: 2 * x + 1, torch.ones(1, 1), method="plain", steps=5),

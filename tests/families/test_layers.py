@@ -25,6 +25,7 @@ from dualform.families.layers import (
     Conditional,
     ConditionalRandomField,
     EnergyAttention,
+    Field,
     Hopfield,
     InfoNCE,
     annealed,
@@ -374,6 +375,20 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: ConditionalRandomField(2, Hypercube(2), Hypercube(2))(torch.ones(1, 2)),
         "p(y | x) can be listed over points only, and Hypercube(2) has none; use field(x).gibbs "
         "to draw from it, or Empirical(points).",
+    ),
+    "field": (
+        lambda: Field(Hypercube(2), Hypercube(3), *(torch.ones(n) for n in ((3, 2), 2, 3))),
+        "W of shape (3, 2), b of (2,) and c of (3,) do not join Hypercube(2) and Hypercube(3); "
+        "give W (2, 3), b (…, 2), c (…, 3).",
+    ),
+    "chains": (
+        lambda: annealed(machine().field(), chains=1),
+        "chains=1 and temperatures=2000 give no estimate with a range; give 2 chains or more, and "
+        "1 temperature or more.",
+    ),
+    "patterns": (
+        lambda: Hopfield(torch.eye(3)).store(torch.ones(1, 2)),
+        "patterns of shape (1, 2) has 2 columns, but this family has 3; ",
     ),
     "keys of queries": (
         lambda: InfoNCE()(torch.ones(4, 2), torch.ones(1, 2)),

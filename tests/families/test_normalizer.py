@@ -138,6 +138,13 @@ def test_masks_are_those_of_sdpa(seed: int) -> None:
     near(G.mean(q.requires_grad_(), v).detach(), expected)
 
 
+def test_no_queries_read_nothing() -> None:
+    k, v, q = draw(0, 5, 3)
+    G = LogNormalizer(Empirical(k))
+    assert G.mean(q[:0], v).shape == (0, 3)
+    assert G.value(q[:0]).shape == (0,)
+
+
 def test_a_query_without_points_reads_zero_in_every_derivative() -> None:
     k, v, q = draw(0, 5, 3)
     mask = torch.ones(4, 5, dtype=torch.bool)

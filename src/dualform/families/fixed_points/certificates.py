@@ -127,7 +127,8 @@ class Basins:
     def __repr__(self) -> str:
         shown = ", ".join(f"{share:.2f}" for share in self.shares.tolist()[:8])
         more = ", …" if len(self.limits) > 8 else ""
-        return f"Basins({len(self.limits)} limits; shares {shown}{more})"
+        found = "limits" if self.converged else "places, not converged"
+        return f"Basins({len(self.limits)} {found}; shares {shown}{more})"
 
 
 def basins(

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dualform.families.checks import require_width
 from dualform.families.measures import Empirical
 from dualform.families.normalizer import LogNormalizer
 
@@ -67,6 +68,7 @@ class Hopfield:
         >>> Hopfield(torch.eye(3)).store(torch.ones(2, 3))
         Hopfield(5 patterns)
         """
+        require_width("patterns", patterns, self.patterns.shape[-1])
         both = torch.cat([self.patterns, patterns])
         return Hopfield(both, temperature=self.temperature)
 

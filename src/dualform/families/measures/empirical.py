@@ -220,7 +220,7 @@ def _fused(
 
 def _four(x: Tensor) -> Tensor:
     """(batch, 1, rows, columns), as the fused kernels want it."""
-    return x.reshape(-1, 1, *x.shape[-2:])
+    return x.reshape(math.prod(x.shape[:-2]), 1, *x.shape[-2:])
 
 
 def _offset(
