@@ -33,6 +33,8 @@ class Empirical(Memory, Measure):
     """
 
     offset: Tensor | None
+    limit: float
+    """The largest ‖η‖ under which no score can leave its type; negative where points are unseen."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class Empirical(Memory, Measure):
     ) -> None:
         super().__init__(points, points, Exponential(scale=1.0))
         _require_support(points)
+        object.__setattr__(self, "limit", _limit(points))
         object.__setattr__(self, "offset", _offset(points, weights, bias, mask))
 
     def __repr__(self) -> str:
@@ -109,14 +112,14 @@ class Empirical(Memory, Measure):
     ) -> Float[Tensor, "*shape m"] | None:
         """The expectation at scale · η by torch's fused kernel.
 
-        None where that kernel has no rule, where scale · η is not of a size that can be squared,
-        and where what comes out is not finite.
+        None where that kernel has no rule, or where a score might leave the range of its type.
         """
-        _require_values(values, self.keys)
-        if not _fusible(eta, self.keys, values, self.offset) or not _moderate(eta, scale):
+        if values is not self.keys:
+            _require_values(values, self.keys)
+        if not _fusible(eta, self.keys, values, self.offset):
             return None
-        read = _fused(eta, self.keys, values, self.offset, scale)
-        return read if math.isfinite(read.sum(dtype=_wide(read))) else None
+        size = max(scale, 1.0) * float(torch.linalg.vector_norm(eta))  # not finite if η is not
+        return _fused(eta, self.keys, values, self.offset, scale) if size <= self.limit else None
 
     def cross_covariance(
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
@@ -182,25 +185,25 @@ def _safe_softmax(logits: Tensor) -> Tensor:
     return logits.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
 
 
-def _fusible(*tensors: Tensor | None) -> bool:
+def _fusible(eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None) -> bool:
     """Whether the fused kernel would do: it has one type and derivative, and no transforms."""
-    given = [x for x in tensors if x is not None]
+    given = (eta, keys, values) if offset is None else (eta, keys, values, offset)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
-    alike = all(x.dtype == given[0].dtype for x in given)
-    return alike and given[0].ndim > 1 and all(visible(x) for x in given)
+    alike = eta.dtype == keys.dtype == values.dtype == given[-1].dtype
+    plain = not torch._C._are_functorch_transforms_active()
+    return alike and plain and eta.ndim > 1 and visible(eta)
 
 
-def _moderate(eta: Tensor, scale: float) -> bool:
-    """Whether scale · η can be squared in its type; not where it is infinite or NaN."""
-    wide = _wide(eta)
-    size = torch.linalg.vector_norm(eta, dtype=wide)  # in one pass, without a copy
-    return float(size) * scale <= math.sqrt(torch.finfo(wide).max)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """The type in which kernels add: at least float32."""
-    return torch.promote_types(x.dtype, torch.float32)
+def _limit(points: Tensor) -> float:
+    """By Cauchy and Schwarz, with the norm of all points; raises where one is not finite."""
+    if not visible(points):
+        return -1.0
+    wide = torch.promote_types(points.dtype, torch.float32)  # in which kernels add
+    size = float(torch.linalg.vector_norm(points.detach(), dtype=wide))
+    if not math.isfinite(size):
+        require_finite("points", points)
+    return float(torch.finfo(wide).max) / 2 / max(size, 1e-30)
 
 
 def _fused(
@@ -257,7 +260,6 @@ def _require_support(points: Tensor) -> None:
             f"points of shape {tuple(points.shape)} are an empty support, on which there is no "
             "distribution; give at least one point."
         )
-    require_finite("points", points)
 
 
 def _require_queries(eta: Tensor, points: Tensor) -> None:
