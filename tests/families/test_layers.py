@@ -51,12 +51,12 @@ def near(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
 # --- attention --------------------------------------------------------------------------------
 
 
-@given(seed=seeds, masked=st.booleans())
+@given(seed=seeds, masked=st.sampled_from([None, (6,), (4, 6), (2, 1, 6)]))
 @law
 def test_attention_is_the_mean_of_the_family_in_values_and_gradients(
-    seed: int, masked: bool
+    seed: int, masked: tuple[int, ...] | None
 ) -> None:
-    mask = randn(4, 6, seed=seed + 9) > -0.5 if masked else None
+    mask = None if masked is None else randn(*masked, seed=seed + 9) > -0.5
 
     def mean(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return LogNormalizer(Empirical(k, mask=mask), math.sqrt(3)).mean(q, v)
