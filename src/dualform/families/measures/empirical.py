@@ -105,7 +105,10 @@ class Empirical(Memory, Measure):
     ) -> Float[Tensor, "*shape m"]:
         """Σ_j p_j v_j: attention with values, by torch's fused kernel where no gradient is due."""
         read = self.fused(eta, values)
-        return self.scores(eta) @ values if read is None else read
+        if read is None:
+            _require_values(values, self.keys)
+            read = self.scores(eta) @ values
+        return read
 
     def fused(
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"], scale: float = 1.0
@@ -114,9 +117,7 @@ class Empirical(Memory, Measure):
 
         None where that kernel has no rule, or where a score might leave the range of its type.
         """
-        if values is not self.keys:
-            _require_values(values, self.keys)
-        if not _fusible(eta, self.keys, values, self.offset):
+        if self.limit < 0 or not _fusible(eta, self.keys, values, self.offset):
             return None
         size = max(scale, 1.0) * float(torch.linalg.vector_norm(eta))  # not finite if η is not
         return _fused(eta, self.keys, values, self.offset, scale) if size <= self.limit else None
@@ -190,9 +191,10 @@ def _fusible(eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None) -
     given = (eta, keys, values) if offset is None else (eta, keys, values, offset)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
     alike = eta.dtype == keys.dtype == values.dtype == given[-1].dtype
-    plain = not torch._C._are_functorch_transforms_active()
-    return alike and plain and eta.ndim > 1 and visible(eta)
+    return alike and eta.ndim > 1 < values.ndim and values.shape[-2] == keys.shape[-2]
 
 
 def _limit(points: Tensor) -> float:
