@@ -119,6 +119,15 @@ def test_anderson_finds_what_plain_iteration_finds_in_fewer_steps(seed: int) -> 
     assert anderson.steps <= plain.steps
 
 
+def test_anderson_arrives_among_several_fixed_points_too() -> None:
+    """Without its leash it wanders here for thousands of steps."""
+    points, start = randn(64, 32, seed=1) / 32**0.5, randn(128, 32, seed=2)
+    step = AttentionStep(LogNormalizer(Empirical(points), 0.2), Decay(0.9), residual=False)
+    found = solve(lambda x: 0.1 * start + step(x), start)
+    assert found.converged
+    near(0.1 * start + step(found.x), found.x, 1e-5)
+
+
 def test_states_are_solved_as_if_alone() -> None:
     step, start = step_of(Decay(0.5)), randn(6, 4, seed=2)
     together = solve(step, start, tolerance=1e-11)

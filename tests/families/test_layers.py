@@ -33,6 +33,7 @@ from dualform.families.layers import (
     capacity,
     contrastive_divergence,
 )
+from dualform.families.layers.annealing import _partition
 from dualform.families.layers.attention import by_head
 
 law = settings(deadline=None, max_examples=8)
@@ -173,6 +174,19 @@ def test_hopfield_retrieves_what_is_well_separated() -> None:
     near(network.memory.read(noisy), Hopfield(patterns).G.mean(noisy))
 
 
+def test_separation_is_the_least_over_all_others() -> None:
+    x = randn(5, 3)
+    expected = [
+        float(x[i] @ x[i]) - max(float(x[i] @ x[j]) for j in range(5) if j != i) for i in range(5)
+    ]
+    near(Hopfield(x).separation(), torch.tensor(expected, dtype=F64))
+
+
+def test_a_state_between_two_patterns_is_neither() -> None:
+    """So hot a network retrieves the mean of both, half way from each."""
+    assert capacity(8, [2], temperature=1e4, noise=0.0).rates == (0.0,)
+
+
 def test_capacity_falls_as_patterns_crowd() -> None:
     generator = torch.Generator().manual_seed(0)
     measured = capacity(
@@ -244,6 +258,14 @@ def test_annealing_finds_the_partition_function(scale: float) -> None:
     estimate = annealed(made.field(), chains=400, temperatures=200, generator=generator)
     assert estimate.low <= exact <= estimate.high
     assert estimate.high - estimate.low < 0.2
+
+
+def test_the_range_of_a_partition_function_is_three_standard_errors_of_it() -> None:
+    weights = torch.tensor([1.0, 2.0, 1.5, 1.5, 2.0], dtype=F64)
+    found = _partition(weights.log())
+    error = 3 * float(weights.std()) / math.sqrt(5)
+    bounds = [math.exp(x) for x in (found.low, found.value, found.high)]
+    assert bounds == pytest.approx([1.6 - error, 1.6, 1.6 + error])
 
 
 def digits(count: int) -> tuple[Tensor, Tensor]:

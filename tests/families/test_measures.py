@@ -310,6 +310,14 @@ def test_draws_average_to_the_mean_and_to_the_entropy(name: str) -> None:
     Draws(second, expected).check()
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-9, 1e-3, 40.0])
+def test_draws_of_a_box_at_every_tilt(size: float) -> None:
+    G, eta = LogNormalizer(MEASURES["interval"]), size * tensor(1, -1)
+    x = G.sample(eta, 20_000, torch.Generator().manual_seed(0))
+    Draws(x, G.mean(eta)).check()
+    Draws((x - G.mean(eta)).square(), G.covariance(eta).diagonal()).check()
+
+
 @pytest.mark.parametrize("name", sorted(set(MEASURES) - {"weighted"}))
 def test_log_prob_averages_to_the_entropy(name: str) -> None:
     """−E log p(x|η) + E log h(x) = entropy relative to h, on the draws themselves."""

@@ -290,6 +290,14 @@ def test_entmax_equals_the_reference(alpha: float, seed: int, n: int, scale: flo
     near(entmax(theta, alpha), expected, 1e-11 if alpha > 1.01 else 1e-9)
 
 
+@pytest.mark.parametrize("alpha", [1.1, 1.5, 2.0])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_entmax_of_long_rows_of_which_few_can_have_weight(alpha: float, scale: float) -> None:
+    theta = scale * randn(3, 400)
+    expected = [reference.entmax(row, alpha) for row in theta.tolist()]
+    near(entmax(theta, alpha), torch.tensor(expected, dtype=F64), 1e-11)
+
+
 @alphas
 @given(seed=seeds, scale=st.sampled_from([0.1, 1.0, 30.0]))
 @law
