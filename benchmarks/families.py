@@ -1,6 +1,7 @@
-"""Families against their peers: `python -m benchmarks.families [PART]`.
+"""Families against their peers: `OMP_NUM_THREADS=1 python -m benchmarks.families [PART]`.
 
 Parts: attention, entmax, fixed_points, boltzmann. Needs `entmax`, `torchdeq` and scikit-learn.
+Times are those of the process on one thread: other work on the machine adds little to them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.timing import compare
+from benchmarks import timing
+from benchmarks.timing import seconds
 from dualform.errors import FamilyError
 from dualform.families import Empirical, Hypercube, LogNormalizer, entmax
 from dualform.families.fixed_points import AttentionStep, Decay, implicit, solve
 from dualform.families.layers import Boltzmann, annealed, attend, contrastive_divergence
 
 PICTURE = Path(__file__).parents[1] / "docs/images/boltzmann.png"
+compare = partial(timing.compare, clock=time.process_time)
 HIDDEN, EPOCHS, BATCH, RATE, SEEDS = 64, 40, 20, 0.05, 5
 
 
@@ -44,7 +47,7 @@ def attention() -> None:
 
 
 def _turns(n: int) -> int:
-    return max(11, 20_000 // n)
+    return max(11, 50_000 // n)
 
 
 def _gradients(read: Callable[..., Tensor], *inputs: Tensor) -> None:
@@ -89,15 +92,14 @@ def fixed_points() -> None:
         shifted = _shifted(step, start)
         print(f"x = {equation}:")
         for name, run in _solvers(shifted, start).items():
-            began = time.perf_counter()
             try:
                 steps, x = run()
             except FamilyError:
                 print(f"  {name}: left the finite numbers")
                 continue
-            seconds = time.perf_counter() - began
+            took = statistics.median(seconds(run, time.process_time) for _ in range(5))
             residual = float((shifted(x) - x).norm(dim=-1).max())
-            print(f"  {name}: {steps} calls, {1e3 * seconds:.0f} ms, residual {residual:.0e}")
+            print(f"  {name}: {steps} calls, {1e3 * took:.0f} ms, residual {residual:.0e}")
     _training(start)
 
 
@@ -174,9 +176,10 @@ def boltzmann() -> None:
         found = [_likelihood(machine, test) for machine, _ in made]
         first[name] = made[0][0]
         values, widths = zip(*found, strict=True)
+        took = statistics.median(one for _, one in made)
         print(
             f"{name}: {statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f} over {SEEDS} "
-            f"seeds, each known to ± {max(widths):.2f}; trained in {made[0][1]:.1f} s"
+            f"seeds, each known to ± {max(widths):.2f}; trained in {took:.2f} s"
         )
     _picture(test, first)
 
@@ -194,15 +197,13 @@ def _theirs(train: Tensor, seed: int) -> tuple[Boltzmann, float]:
     peer = BernoulliRBM(
         HIDDEN, learning_rate=RATE, batch_size=BATCH, n_iter=EPOCHS, random_state=seed
     )
-    began = time.perf_counter()
-    peer.fit(train.numpy())
-    seconds = time.perf_counter() - began
+    took = seconds(partial(peer.fit, train.numpy()), time.process_time)
     machine = Boltzmann(Hypercube(64), Hypercube(HIDDEN))
     with torch.no_grad():
         machine.W.copy_(torch.from_numpy(peer.components_.T))
         machine.b.copy_(torch.from_numpy(peer.intercept_visible_))
         machine.c.copy_(torch.from_numpy(peer.intercept_hidden_))
-    return machine, seconds
+    return machine, took
 
 
 def _ours(
@@ -212,7 +213,7 @@ def _ours(
     machine = Boltzmann(Hypercube(64), Hypercube(HIDDEN))
     optimizer = torch.optim.SGD(machine.parameters(), lr=RATE)
     chains = torch.zeros(BATCH, 64)
-    began = time.perf_counter()
+    began = time.process_time()
     total = EPOCHS * len(train) // BATCH
     for step, ids in enumerate(_batches(len(train))):
         if falling:
@@ -222,7 +223,7 @@ def _ours(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return machine, time.perf_counter() - began
+    return machine, time.process_time() - began
 
 
 def _batches(count: int) -> Iterator[Tensor]:
@@ -265,6 +266,7 @@ PARTS = {
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", module="torchdeq")
+    torch.set_num_threads(1)
     for part in sys.argv[1:] or PARTS:
         print(f"— {part}", flush=True)
         PARTS[part]()

@@ -37,7 +37,8 @@ def test_definition(case: Case, causal: bool, seed: int, L: int, S: int) -> None
     q, k, v = draw(seed, L, S, batch=(4,))
     sees = torch.ones(L, S, dtype=torch.bool)
     sees = sees.tril() if causal else sees
-    near(case.layer(q, k, v, is_causal=causal), case.reference(q, k, v, sees, causal), 1e-8)
+    expected = case.reference(q, k, v, sees, causal)
+    near(case.layer(q, k, v, is_causal=causal), expected, case.digits)
 
 
 @law
@@ -58,7 +59,7 @@ def test_masks_leave_what_is_seen(case: Case, seed: int, causal: bool, numbers: 
     sees = torch.rand(6, 8, generator=torch.Generator().manual_seed(seed)) < 0.6
     mask = torch.zeros(6, 8).double().masked_fill(~sees, -torch.inf) if numbers else sees
     expected = case.reference(q, k, v, sees.tril() if causal else sees, causal)
-    near(case.layer(q, k, v, mask, is_causal=causal), expected, 1e-8)
+    near(case.layer(q, k, v, mask, is_causal=causal), expected, case.digits)
 
 
 @each
@@ -131,6 +132,24 @@ def test_grouped_queries_share_keys(case: Case, causal: bool) -> None:
         options["factors"] = tuple(s for s in options["factors"] for _ in range(2))
     twice = attention.kind(case.name, **options)
     near(twice(q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=causal), y)
+
+
+@each
+def test_no_queries_read_nothing(case: Case) -> None:
+    q, k, v = draw(7, 0, 6)
+    assert case.layer(q, k, v).shape == (2, 4, 0, 2)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 6, 7, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows_may_lie_anywhere_before_and_behind_the_keys(offset: int, causal: bool) -> None:
+    q, k, v = draw(7, 4, 6)
+    i, j = torch.arange(4)[:, None] + offset, torch.arange(6)
+    sees = ((i - j).abs() <= 2) & ((j <= i) | (not causal))
+    near(
+        attention.local(q, k, v, is_causal=causal, window=2, offset=offset),
+        attention.softmax(q, k, v, sees),
+    )
 
 
 def test_random_and_strided_pools_take_keys_as_they_are() -> None:
@@ -259,6 +278,21 @@ def test_ridge_does_not_see_masked_keys() -> None:
     near(attention.ridge(q, k, v, keep), attention.ridge(q, k[..., :4, :], v[..., :4, :]))
 
 
+def test_ridge_reads_back_what_it_was_told_under_any_mask_of_its_keys() -> None:
+    _, k, v = draw(2, 5, 7)
+    mask = torch.linspace(-1, 1, 7).double()
+    mask[3] = -torch.inf
+    kept = torch.arange(7) != 3
+    near(attention.ridge(k, k, v, mask, penalty=1e-10)[..., kept, :], v[..., kept, :], 1e-5)
+
+
+def test_ridge_with_a_mask_for_each_head_of_queries() -> None:
+    q, k, v = draw(3, 5, 7)
+    mask = torch.rand(2, 4, 1, 7, generator=torch.Generator().manual_seed(0)) < 0.7
+    twice = (x[:, :2].repeat_interleave(2, 1) for x in (k, v))
+    near(attention.ridge(q, k[:, :2], v[:, :2], mask), attention.ridge(q, *twice, mask))
+
+
 # --- errors -----------------------------------------------------------------------------------
 
 ONE = torch.ones(1, 4, 5, 8)
@@ -267,6 +301,10 @@ WRONG = {
         lambda: attention.kind("sparse"),
         "kind='sparse' is unknown; choose one of softmax, linear, local, batch_norm, "
         "scaled_heads, batch_norm_scaled_heads, ridge.",
+    ),
+    "unknown option": (
+        lambda: attention.kind("local", windows=3),
+        "kind='local' has no option 'windows'; it has scale, window.",
     ),
     "dimensions": (
         lambda: attention.softmax(ONE, ONE[0], ONE[0]),
@@ -297,6 +335,11 @@ WRONG = {
         lambda: attention.softmax(ONE, ONE, ONE, torch.ones(5, 4, dtype=torch.bool)),
         "attn_mask of shape (5, 4) does not fit 5 queries and 5 keys; it must broadcast to "
         "(1, 4, 5, 5).",
+    ),
+    "mask of integers": (
+        lambda: attention.softmax(ONE, ONE, ONE, torch.ones(5, 5, dtype=torch.long)),
+        "attn_mask is torch.int64; give booleans, True where a query sees a key "
+        "(attn_mask.bool()), or numbers to add to the logits.",
     ),
     "factors that do not divide": (
         lambda: attention.scaled_heads(ONE, ONE, ONE, factors=(1, 2, 4)),
@@ -342,7 +385,7 @@ WRONG = {
     "causal ridge": (
         lambda: attention.ridge(ONE, ONE, ONE, is_causal=True),
         "ridge attention solves one regression for all queries, so they must see the same keys; "
-        "leave is_causal out and give a boolean attn_mask (…, 1, S).",
+        "leave is_causal out and give an attn_mask (…, 1, S).",
     ),
     "penalty": (
         lambda: attention.ridge(ONE, ONE, ONE, penalty=0.0),

@@ -157,6 +157,18 @@ WRONG = {
         "add_bias_kv and add_zero_attn add a key without a place in the sequence, which "
         "kind='local' or shared heads cannot use; leave them out.",
     ),
+    "another's cache": (
+        lambda: attention.MultiheadAttention(16, 4, kind="local")(
+            ONE, ONE, ONE, need_weights=False, cache=attention.Cache("local", window=3)
+        ),
+        "the cache was made for kind='local' with {'scale': None, 'window': 3}, but this module "
+        "reads kind='local' with {'scale': None, 'window': 64}; give Cache(kind, **options) the "
+        "same.",
+    ),
+    "option": (
+        lambda: attention.MultiheadAttention(16, 4, kind="batch_norm", epsilon=0.1),
+        "kind='batch_norm' has no option 'epsilon'; it has scale, beta, eps.",
+    ),
     "weights of a cache": (
         lambda: attention.MultiheadAttention(16, 4)(ONE, ONE, ONE, cache=attention.Cache()),
         "with a cache every token sees all tokens before it; leave masks out and give "

@@ -105,6 +105,13 @@ def test_solver_agrees_with_libsvm(seed: int, C: float) -> None:
     assert 0 <= ours.gap + 1e-12 < 1e-8
 
 
+def test_transforms_by_hand() -> None:
+    x, keys = torch.tensor([[1.0, 7.0]]), torch.tensor([[1.0, 0.0], [3.0, 4.0]])
+    near(RmsNorm(eps=11.0).apply(x, keys), x / 6, 1e-6)  # √(25 + 11)
+    near(BatchNorm(beta=0.5, eps=3.0).apply(x, keys), torch.tensor([[0.0, 6 / 7**0.5]]), 1e-6)
+    near(UnitLength().apply(x, keys), x / 50**0.5, 1e-6)
+
+
 def test_duals_lie_in_the_box_and_ties_are_free() -> None:
     q, k, y = (x[0] for x in draw(3, 5, 12, batch=(1,)))
     tight = Primal(C=1e-3).solve(k, y)
@@ -138,6 +145,22 @@ def test_explanations_carry_the_choices() -> None:
 
 
 WRONG = {
+    "sees": (
+        lambda: Primal(sees="past"),
+        "sees='past' says nothing; give 'all', 'causal', or how many keys on each side.",
+    ),
+    "window": (
+        lambda: Primal(sees=-1),
+        "sees=-1 says nothing; give 'all', 'causal', or how many keys on each side.",
+    ),
+    "unknown normalizer": (
+        lambda: Primal(kernel=Dot(), normalizer="max"),
+        "normalizer='max' is unknown; give 'sum' or 'one'.",
+    ),
+    "price": (
+        lambda: Primal(C=0.0),
+        "C=0.0 and epsilon=0.1 make no regression; C must be positive, and epsilon not negative.",
+    ),
     "normalizer": (
         lambda: Primal(normalizer="one"),
         "Exponential with normalizer='one' would be a sum of unbounded exponentials; use "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.attention.cases import CASES, Case, draw, near
@@ -10,7 +12,7 @@ from torch import nn
 from dualform import attention
 from dualform.attention import Primal
 from dualform.errors import AttentionError
-from dualform.memory import EluPlusOne, Relu
+from dualform.memory import EluPlusOne, Exponential, Memory, Relu
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -19,6 +21,16 @@ def test_a_memory_of_the_context_is_the_layer(case: Case) -> None:
     memory = attention.memory(case.name, k, v, **case.options)
     near(memory.read(q), case.layer(q, k, v))
     near(memory.scores(q) @ v, memory.read(q))
+    ones = torch.ones_like(v[..., :1])
+    if memory.kernel.normalized and case.options.get("features") != Relu():  # which may not answer
+        near(Memory(k, ones, memory.kernel).read(q), torch.ones_like(q[..., :1]))
+
+
+def test_a_memory_says_whether_it_averages() -> None:
+    _, k, v = draw(1, 6, 8)
+    for options in ({"normalized": False}, {"normalized": False, "scale": 2.0}):
+        assert not attention.memory("linear", k, v, **options).kernel.normalized
+    assert not attention.memory("ridge", k, v).kernel.normalized
 
 
 @pytest.mark.parametrize("options", [{}, {"features": Relu()}, {"normalized": False}])
@@ -42,28 +54,59 @@ def test_joined_memories_are_the_layer_of_the_joined_context() -> None:
     near((parts[0] + parts[1]).read(q), attention.batch_norm(q, k, v))
 
 
-@pytest.mark.parametrize("kind", ["softmax", "linear", "batch_norm", "scaled_heads"])
-def test_duals_of_a_layer_are_those_of_its_regression(kind: str) -> None:
+REGRESSIONS: dict[str, tuple[dict[str, Any], list[Primal]]] = {
+    "softmax": ({"scale": 0.3}, [Primal(kernel=Exponential(0.3))] * 2),
+    "linear": ({}, [Primal(kernel=EluPlusOne())] * 2),
+    "linear, not divided": (
+        {"features": Relu(), "normalized": False},
+        [Primal(kernel=Relu(), normalizer="one")] * 2,
+    ),
+    "batch_norm": ({"eps": 0.1}, [Primal(keys=(attention.BatchNorm(eps=0.1),))] * 2),
+    "scaled_heads": ({"factors": (1, 2)}, [Primal(), Primal(keys=(attention.Shorten(2),))]),
+}
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_duals_of_a_layer_are_those_of_its_regression(name: str) -> None:
     torch.manual_seed(0)
-    options = {"factors": (1, 2)} if kind == "scaled_heads" else {}
+    options, primals = REGRESSIONS[name]
+    kind = name.split(",")[0]
     module = attention.MultiheadAttention(6, 2, batch_first=True, kind=kind, **options).double()
     x = torch.randn(1, 12, 6).double()
     seen = attention.inspect(module, x)
     _, k, v = (t[0] for t in module.heads(x, x, x))
-    keys = {
-        "softmax": [(), ()],
-        "linear": [(), ()],
-        "batch_norm": [(attention.BatchNorm(),)] * 2,
-        "scaled_heads": [(), (attention.Shorten(2),)],
-    }[kind]
-    for head in range(2):
-        kernel = {"kernel": EluPlusOne()} if kind == "linear" else {}
-        solution = Primal(keys=keys[head], **kernel).solve(k[head], v[head])
+    for head, primal in enumerate(primals):
+        solution = primal.solve(k[head], v[head])
         h = solution.features.h(solution.features._keys)
-        values = v[head].unflatten(0, (-1, 2)).mean(1) if keys[head] and options else v[head]
+        pooled = any(isinstance(step, attention.Shorten) for step in primal.keys)
+        values = v[head].unflatten(0, (-1, 2)).mean(1) if pooled else v[head]
         near(seen.alpha[head][0], values * h)
     joined = seen.outputs.transpose(1, 2).flatten(2)
     near(module.out_proj(joined), module(x, x, x)[0])
+
+
+@pytest.mark.parametrize("kind", ["softmax", "local", "ridge", "batch_norm", "scaled_heads"])
+def test_duals_read_at_the_keys_what_the_layer_reads_there(kind: str) -> None:
+    """f(k_i) = Σ_j α_j Φ(k_i)·Φ(k_j)/(h(k_i) h(k_j)): with queries and keys the same."""
+    torch.manual_seed(0)
+    own = {"local": {"window": 2}, "scaled_heads": {"factors": (2,), "lead": 1}}
+    module = attention.MultiheadAttention(4, 1, batch_first=True, kind=kind, **own.get(kind, {}))
+    x = torch.randn(1, 7, 4)
+    with torch.no_grad():
+        module.in_proj_weight[:4] = module.in_proj_weight[4:8]  # queries are keys
+    seen = attention.inspect(module, x)
+    _, k, _ = (t[0, 0] for t in module.double().heads(*[x.double()] * 3))
+    queries = k
+    if kind == "scaled_heads":
+        k = torch.cat([k[:1], k[1:].unflatten(0, (3, 2)).mean(1)])
+    if kind == "batch_norm":
+        k = queries = attention.BatchNorm().apply(k, k)
+    i, j = torch.arange(len(queries))[:, None], torch.arange(len(k))
+    sees = (i - j).abs() <= 2 if kind == "local" else torch.ones(len(queries), len(k))
+    products = sees * (queries @ k.T / 2).exp()
+    h = ((k @ k.T / 2).exp() * (sees if kind == "local" else 1)).sum(-1, keepdim=True)
+    read = products / products.sum(-1, keepdim=True) @ (seen.alpha[0][0] / h)
+    near(read, seen.outputs[0, 0])
 
 
 def test_head_distance_by_hand() -> None:
@@ -80,6 +123,11 @@ def test_support_against_a_box() -> None:
         (torch.tensor([[[0.0, 0.5], [-1.0, 2.0]]]),), torch.zeros(1, 1, 1, 1)
     )
     assert seen.support(C=1.0) == [attention.Support(1.0, zero=1, inside=1, bound=2)]
+
+
+def test_keys_that_no_token_has_are_no_data() -> None:
+    with pytest.raises(AttentionError, match=r"^add_bias_kv and add_zero_attn add keys that no"):
+        attention.inspect(nn.MultiheadAttention(6, 2, add_bias_kv=True), torch.ones(4, 2, 6))
 
 
 def test_torchs_own_module_can_be_inspected() -> None:

@@ -119,6 +119,15 @@ def test_anderson_finds_what_plain_iteration_finds_in_fewer_steps(seed: int) -> 
     assert anderson.steps <= plain.steps
 
 
+def test_anderson_arrives_among_several_fixed_points_too() -> None:
+    """Without its leash it wanders here for thousands of steps."""
+    points, start = randn(64, 32, seed=1) / 32**0.5, randn(128, 32, seed=2)
+    step = AttentionStep(LogNormalizer(Empirical(points), 0.2), Decay(0.9), residual=False)
+    found = solve(lambda x: 0.1 * start + step(x), start)
+    assert found.converged
+    near(0.1 * start + step(found.x), found.x, 1e-5)
+
+
 def test_states_are_solved_as_if_alone() -> None:
     step, start = step_of(Decay(0.5)), randn(6, 4, seed=2)
     together = solve(step, start, tolerance=1e-11)
@@ -183,6 +192,20 @@ def test_symmetric_and_general_solves_agree() -> None:
     near(*both)
 
 
+def test_a_gradient_that_is_not_reached_is_an_error() -> None:
+    """J = [[0, 3], [0, 0]] contracts in two steps, but it is not symmetric."""
+    A = torch.tensor([[0.0, 0.0], [3.0, 0.0]], dtype=F64, requires_grad=True)
+    right, wrong = (
+        implicit(lambda x: x @ A + 1, randn(1, 2), symmetric=symmetric)
+        for symmetric in (False, True)
+    )
+    (gradient,) = torch.autograd.grad(right.sum(), A)
+    x = torch.linalg.solve(torch.eye(2).double() - A.T, torch.ones(2).double())
+    near(gradient, torch.autograd.grad(x.sum(), A)[0], 1e-6)
+    with pytest.raises(FamilyError, match=r"^the gradient of a fixed point was not reached: a "):
+        wrong.sum().backward()
+
+
 def test_an_equilibrium_trains_as_the_unrolled_network_does() -> None:
     torch.manual_seed(0)
     layer = EquilibriumAttention(4, 6, decay=0.4, temperature=2.0).double()
@@ -227,6 +250,12 @@ def test_lipschitz_is_the_norm_of_the_jacobian() -> None:
         near(lipschitz(step, x, 300), torch.linalg.matrix_norm(jacobians, 2), 1e-4)
 
 
+def test_lipschitz_starts_in_no_special_direction() -> None:
+    """J here has no part along (1, 1), nor along x = (1, 1)."""
+    A = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=F64)
+    near(lipschitz(lambda x: x @ A, torch.ones(1, 2, dtype=F64)), torch.full((1,), 2.0).double())
+
+
 def test_certificates_tell_contractions_from_others() -> None:
     start = randn(5, 4)
     good = certify(step_of(Decay(0.3), T=3.0), start, steps=60)
@@ -262,6 +291,11 @@ def test_basins_of_separated_patterns_are_the_patterns() -> None:
     assert repr(found) == "Basins(3 limits; shares 0.33, 0.33, 0.33)"
 
 
+def test_basins_that_were_not_reached_say_so() -> None:
+    found = basins(lambda x: x + 1, torch.zeros(2, 1), steps=5)
+    assert repr(found) == "Basins(1 places, not converged; shares 1.00)"
+
+
 # --- words ------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
@@ -269,6 +303,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "method": (
         lambda: solve(lambda x: x, torch.ones(1, 1), method="broyden"),
         "method='broyden' is unknown; there are 'plain' and 'anderson'.",
+    ),
+    "steps": (
+        lambda: solve(lambda x: x, torch.ones(1, 1), steps=0),
+        "steps=0 leave nothing to be found; give 1 or more.",
     ),
     "divergence": (
         lambda: implicit(lambda x: 2 * x + 1, torch.ones(1, 1), method="plain", steps=5),

@@ -16,6 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from dualform.errors import DualformError, FamilyError
 from dualform.families import (
+    Chain,
     Empirical,
     Gaussian,
     Hypercube,
@@ -137,6 +138,13 @@ def test_masks_are_those_of_sdpa(seed: int) -> None:
     near(G.mean(q.requires_grad_(), v).detach(), expected)
 
 
+def test_no_queries_read_nothing() -> None:
+    k, v, q = draw(0, 5, 3)
+    G = LogNormalizer(Empirical(k))
+    assert G.mean(q[:0], v).shape == (0, 3)
+    assert G.value(q[:0]).shape == (0,)
+
+
 def test_a_query_without_points_reads_zero_in_every_derivative() -> None:
     k, v, q = draw(0, 5, 3)
     mask = torch.ones(4, 5, dtype=torch.bool)
@@ -184,6 +192,26 @@ def test_reads_in_the_type_it_was_given(dtype: torch.dtype) -> None:
     near(G.value(q.to(dtype)).double(), exact.value(q), 20 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_not_finite_is_refused_though_the_kernel_reads_it(bad: float, masked: bool) -> None:
+    """−∞ along keys of one sign weighs none of them, as a mask does: kernels read 0."""
+    k, _, q = (x.abs() for x in draw(0, 5, 3))
+    mask = (torch.arange(4).unsqueeze(-1) > 1).expand(4, 5) if masked else None
+    q[1, 2] = bad
+    G = LogNormalizer(Empirical(k, mask=mask))
+    with pytest.raises(FamilyError, match=r"^eta has 1 of 12 numbers that are not finite; "):
+        G.mean(q)
+
+
+def test_values_that_are_not_finite_are_read_as_they_are() -> None:
+    k, v, q = draw(0, 5, 3)
+    v[0, 0] = math.inf
+    read = LogNormalizer(Empirical(k)).mean(q, v)
+    assert (read[:, 0] == math.inf).all()
+    near(read[:, 1:], F.scaled_dot_product_attention(q, k, v[:, 1:], scale=1.0))
+
+
 # --- temperature ------------------------------------------------------------------------------
 
 
@@ -212,14 +240,39 @@ def test_cold_is_the_maximum_and_hot_the_average() -> None:
     near(cold.covariance(q), torch.zeros(4, 3, 3, dtype=F64))
 
 
+@pytest.mark.parametrize("T", [1e-30, 1e-39, 1e-300, 1e-320])
+def test_cold_scores_that_all_leave_the_range_below_have_a_maximum_too(T: float) -> None:
+    k, q = (
+        torch.tensor([[1.0, 2.0], [3.0, 2.0]]) * 1e15,
+        torch.tensor([[1.0, -3.0], [-1.0, -2.0]]),
+    )
+    near(LogNormalizer(Empirical(k), T).mean(q), k[[1, 0]])
+
+
 @given(seed=seeds, T=st.sampled_from([0.2, 3.0]))
 @law
 def test_temperature_is_a_scale(seed: int, T: float) -> None:
     k, _, q = draw(seed, 5, 3)
     G, plain = LogNormalizer(Empirical(k), T), LogNormalizer(Empirical(k))
     near(G.value(q), T * plain.value(q / T))
-    each = LogNormalizer(Empirical(k), torch.full((4, 1), T, dtype=F64))
-    near(each.value(q), G.value(q))
+    mu = G.mean(q)
+    near(G.conjugate(mu), T * plain.conjugate(mu))
+    rows = torch.tensor([[0.5], [T], [1.0], [2.0]], dtype=F64)
+    each = LogNormalizer(Empirical(k), rows)
+    alone = [LogNormalizer(Empirical(k), float(row)) for row in rows]
+    for name in ("value", "mean", "covariance", "jacobian", "entropy", "conjugate"):
+        x = mu if name == "conjugate" else q
+        expected = torch.stack([getattr(one, name)(y) for one, y in zip(alone, x, strict=True)])
+        near(getattr(each, name)(x), expected)
+    near(each.mean(each.natural(mu)), mu)
+
+
+def test_temperature_keeps_the_digits_of_what_it_scales() -> None:
+    """0.1 has more digits in float64 than torch's own default gives it."""
+    G = LogNormalizer(Gaussian(torch.zeros(2, dtype=F64)), 0.1)
+    ones = torch.ones(2, dtype=F64)
+    near(G.conjugate(ones), torch.tensor(0.1, dtype=F64))
+    near(G.natural(ones), 0.1 * ones)
 
 
 # --- entmax -----------------------------------------------------------------------------------
@@ -235,6 +288,14 @@ def test_entmax_equals_the_reference(alpha: float, seed: int, n: int, scale: flo
     theta = scale * randn(n, seed=seed)
     expected = torch.tensor(reference.entmax(theta.tolist(), alpha), dtype=F64)
     near(entmax(theta, alpha), expected, 1e-11 if alpha > 1.01 else 1e-9)
+
+
+@pytest.mark.parametrize("alpha", [1.1, 1.5, 2.0])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_entmax_of_long_rows_of_which_few_can_have_weight(alpha: float, scale: float) -> None:
+    theta = scale * randn(3, 400)
+    expected = [reference.entmax(row, alpha) for row in theta.tolist()]
+    near(entmax(theta, alpha), torch.tensor(expected, dtype=F64), 1e-11)
 
 
 @alphas
@@ -298,7 +359,12 @@ def test_entmax_of_masked_huge_and_tiny_scores(alpha: float) -> None:
     assert p[1, 1] == 0
     assert p[2].tolist() == [0.5, 0, 0.5]
     assert torch.autograd.grad(p[:, 0].sum(), theta)[0].isfinite().all()
-    assert Tsallis(alpha).conjugate(theta.detach()[1]).isfinite()
+    omega, (one, other) = Tsallis(alpha), torch.eye(3)[[0, 1]]
+    seen = torch.tensor([True, False, True])
+    near(omega.conjugate(theta[1]), omega.conjugate(theta[1, seen]), 1e-6)
+    near(omega.loss(theta[1], one), omega.loss(theta[1, seen], one[seen]), 1e-6)
+    assert torch.autograd.grad(omega.loss(theta[1], one), theta)[0].isfinite().all()
+    assert omega.loss(theta[1], other) == torch.inf  # what takes no part cannot be the answer
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -375,6 +441,24 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "values={one row for each point} need a measure of points, and Hypercube(2) has none; "
         "leave values out, or use Empirical(points).",
     ),
+    "rows of values": (
+        lambda: G.mean(torch.ones(5, 2), torch.ones(4, 1)),
+        "values of shape (4, 1) do not belong to 3 points; give one row for each: shape (…, 3, m).",
+    ),
+    "one query for many measures": (
+        lambda: LogNormalizer(Empirical(torch.ones(4, 3, 2))).mean(torch.ones(2)),
+        "eta of shape (2,) is one query, but points of shape (4, 3, 2) are a batch of measures; "
+        "give eta of shape (…, q, 2).",
+    ),
+    "types": (
+        lambda: LogNormalizer(Laplace(lambda x: x[:, 0], [0.0], [1.0])).value(torch.ones(5, 1)),
+        "eta is torch.float32, but the points are torch.float64; give eta as "
+        "eta.to(torch.float64).",
+    ),
+    "nothing to draw": (
+        lambda: Empirical(K, mask=torch.tensor([[True] * 3, [False] * 3])).sample(torch.ones(2, 2)),
+        "nothing can be drawn where every point is masked; leave such η out.",
+    ),
     "outside": (
         lambda: LogNormalizer(Empirical(torch.eye(2))).natural(torch.tensor([2.0, 2.0])),
         "no natural parameter was found whose mean is mu, after 100 Newton steps; mu must lie "
@@ -392,7 +476,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Sphere(2).natural(torch.tensor([1.0, 1.0])),
         "mu has length 1.414 somewhere, but means of points of the sphere lie inside it: ‖mu‖ < 1.",
     ),
-    "no sphere": (lambda: Sphere(0), "Sphere(0) is no sphere; the width must be 1 or more."),
+    "no sphere": (lambda: Sphere(0), "Sphere(0) has no width; it must be 1 or more."),
+    "chain": (
+        lambda: Chain(0, 2),
+        "length=0 and labels=2 leave nothing to choose; both must be 1 or more.",
+    ),
     "box": (
         lambda: Interval(torch.ones(1), torch.zeros(1)),
         "low=[1.0] must lie below high=[0.0] throughout.",
@@ -413,7 +501,31 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no density": (
         lambda: Pushforward(Hypercube(2), torch.ones(1, 2)).log_base(torch.ones(1)),
-        "A of shape (1, 2) cannot be undone, so the image has no density; use a square A.",
+        "A of shape (1, 2) cannot be undone, so the image has no density; use a square A of full "
+        "rank.",
+    ),
+    "flat image": (
+        lambda: Pushforward(Hypercube(2), torch.ones(2, 2)).log_base(torch.ones(2)),
+        "A of shape (2, 2) cannot be undone, so the image has no density; use a square A of full "
+        "rank.",
+    ),
+    "shift": (
+        lambda: Pushforward(Hypercube(2), torch.ones(1, 2), torch.ones(2)),
+        "b of shape (2,) cannot be added to A x; give 1 numbers, as many as A has rows.",
+    ),
+    "covariance": (
+        lambda: Gaussian(torch.zeros(2), torch.eye(3)),
+        "a covariance of shape (3, 3) does not belong to a mean of shape (2,); give one of shape "
+        "(…, 2, 2).",
+    ),
+    "mixed points": (
+        lambda: Mixture(Empirical(torch.ones(4, 3, 2))),
+        "Empirical(points=(4, 3, 2)) is not a component; a mixture of points is one "
+        "Empirical(points, weights), and two of them are added by +.",
+    ),
+    "weights of a mixture": (
+        lambda: Mixture(Gaussian(K), torch.ones(2)).mean(torch.ones(2)),
+        "2 weights do not weigh 3 components; give one for each.",
     ),
     "mixture": (
         lambda: Mixture(Gaussian(K), torch.tensor([1.0, -1.0, 1.0])),

@@ -50,6 +50,20 @@ def test_energy_distance_is_that_of_a_plain_sum() -> None:
     assert found == pytest.approx(float(expected), abs=1e-5)  # the kink of |x − y| between nodes
 
 
+def test_energy_distance_weighs_points_as_repetitions_do() -> None:
+    x = torch.tensor([[-1.0], [0.5], [2.0]], dtype=torch.float64)
+    w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    repeated = x.repeat_interleave(w.long(), dim=0)
+    plain = energy_distance(repeated, torch.full((6,), 1 / 6, dtype=torch.float64))
+    assert energy_distance(x, w / 6) == pytest.approx(plain, abs=1e-12)
+
+
+@pytest.mark.parametrize(("gap", "clusters"), [(0.001, 1), (0.05, 2), (2.0, 2)])
+def test_clusters_lie_a_hundredth_of_the_size_apart(gap: float, clusters: int) -> None:
+    cloud = torch.tensor([[1.0, 0.0], [1.0, gap]]).repeat(20, 1)
+    assert measure(cloud).clusters == clusters
+
+
 def test_normality_tells_gaussians_from_others() -> None:
     limit = null_energy(1000, 4)
     generator = torch.Generator().manual_seed(0)

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.attention.batch_norm import from_sums
+from dualform.attention.batch_norm import Statistics, from_sums
 from dualform.attention.kinds import kind as kind_of
-from dualform.attention.linear import ELU_PLUS_ONE, State, scan
+from dualform.attention.kinds import options_of
+from dualform.attention.linear import State, scan
 from dualform.attention.shapes import for_each_query_head, heads, wide
 from dualform.attention.shorten import Pool, require_factors, shorten
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
+from dualform.memory import FeatureMap
 
 
 class Cache:
@@ -37,18 +39,19 @@ class Cache:
     """
 
     def __init__(self, kind: str = "softmax", **options: Any) -> None:
-        kind_of(kind, **options)
+        self.kind, self.options = kind, options_of(kind, options)
         if kind not in CONTEXTS:
             raise AttentionError(
                 f"kind='{kind}' cannot be read token by token; these can: {', '.join(CONTEXTS)}."
             )
-        self._context: Context = CONTEXTS[kind](**options)
+        self._context: Context = CONTEXTS[kind](**self.options)
         self._count = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The reads of the new queries; their keys and values are kept."""
+        y = self._context.step(q, k, v)
         self._count += k.shape[-2]
-        return self._context.step(q, k, v)
+        return y
 
     def __len__(self) -> int:
         """The number of tokens so far."""
@@ -120,7 +123,7 @@ class Context(ABC):
 class _Pairs(Context):
     """Every key and value."""
 
-    def __init__(self, scale: float | None = None) -> None:
+    def __init__(self, scale: float | None) -> None:
         self._k, self._v, self._scale = Rows(), Rows(), scale
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -135,7 +138,7 @@ class _Pairs(Context):
 class _Window(_Pairs):
     """The keys and values of the last window."""
 
-    def __init__(self, scale: float | None = None, window: int = 64) -> None:
+    def __init__(self, scale: float | None, window: int) -> None:
         super().__init__(scale)
         self._window = window
 
@@ -152,9 +155,7 @@ class _Window(_Pairs):
 class _Linear(Context):
     """W = Σ φ(k) vᵀ and z = Σ φ(k)."""
 
-    def __init__(
-        self, scale: float | None = None, features: Any = ELU_PLUS_ONE, normalized: bool = True
-    ) -> None:
+    def __init__(self, scale: float | None, features: FeatureMap, normalized: bool) -> None:
         self._scale, self._features, self._normalized = scale, features, normalized
         self._state: State | None = None
 
@@ -162,8 +163,7 @@ class _Linear(Context):
         phi_q = self._features.features(q if self._scale is None else q * self._scale)
         phi_k = self._features.features(k)
         if self._state is None:
-            empty = (x.shape[-1] for x in (phi_k, v))
-            self._state = _nothing(phi_k, *empty)
+            self._state = _nothing(phi_k, v.shape[-1])
         shared = State(*(for_each_query_head(x, q) for x in self._state))
         k_, v_ = (for_each_query_head(x, q) for x in (phi_k, v))
         y, _ = scan(phi_q, k_, v_, shared, self._normalized)
@@ -174,16 +174,15 @@ class _Linear(Context):
         return [] if self._state is None else list(self._state)
 
 
-def _nothing(like: Tensor, features: int, width: int) -> State:
-    shape = (*like.shape[:-2], features)
-    new = wide(like).new_zeros
+def _nothing(phi_k: Tensor, width: int) -> State:
+    shape, new = (*phi_k.shape[:-2], phi_k.shape[-1]), wide(phi_k).new_zeros
     return State(new(*shape, width), new(*shape, 1))
 
 
 class _Statistics(_Pairs):
     """Every key and value, and the number, sum and sum of squares of the keys."""
 
-    def __init__(self, scale: float | None = None, beta: float = 1.0, eps: float = 1e-5) -> None:
+    def __init__(self, scale: float | None, beta: float, eps: float) -> None:
         super().__init__(scale)
         self._beta, self._eps = beta, eps
         self._sums: list[Tensor] = []
@@ -192,14 +191,11 @@ class _Statistics(_Pairs):
         q = self._running(k).rewrite(q, self._beta, self._eps)
         return super().step(q, k, v)
 
-    def _running(self, k: Tensor) -> Any:
+    def _running(self, k: Tensor) -> Statistics:
         if not self._sums:
             origin = wide(k[..., :1, :])
-            self._sums = [
-                origin,
-                torch.zeros_like(origin[..., :1]),
-                *[torch.zeros_like(origin)] * 2,
-            ]
+            none = torch.zeros_like(origin)
+            self._sums = [origin, none[..., :1], none, none]
         origin, *before = self._sums
         apart = wide(k) - origin
         terms = (torch.ones_like(apart[..., :1]), apart, apart.square())
@@ -216,13 +212,7 @@ class _Blocks(Context):
 
     kind, inner = "scaled_heads", "softmax"
 
-    def __init__(
-        self,
-        factors: tuple[int, ...] = (1, 2, 4, 8),
-        pool: Pool = "mean",
-        lead: int = 0,
-        **options: Any,
-    ) -> None:
+    def __init__(self, factors: tuple[int, ...], pool: Pool, lead: int, **options: Any) -> None:
         self._factors, self._pool, self._begun = factors, pool, False
         self._read = kind_of(self.inner, **options)
         self._whole = kind_of(self.kind, factors=factors, pool=pool, lead=lead, **options)

@@ -33,6 +33,20 @@ class Problem:
                 "Exponential with normalizer='one' would be a sum of unbounded exponentials; use "
                 "normalizer='sum', or a kernel with finite features."
             )
+        if self.sees not in ("all", "causal") and not (
+            isinstance(self.sees, int) and self.sees >= 0
+        ):
+            raise AttentionError(
+                f"sees={self.sees!r} says nothing; give 'all', 'causal', or how many keys on each "
+                "side."
+            )
+        if self.normalizer not in ("sum", "one"):
+            raise AttentionError(f"normalizer={self.normalizer!r} is unknown; give 'sum' or 'one'.")
+        if not (self.C > 0 and self.epsilon >= 0):
+            raise AttentionError(
+                f"C={self.C} and epsilon={self.epsilon} make no regression; C must be positive, "
+                "and epsilon not negative."
+            )
         if any(isinstance(step, Shorten) for step in self.keys[1:]):
             raise AttentionError("Shorten must come first in keys: it is about the data.")
         if not isinstance(self.kernel, (Exponential, FeatureMap)):

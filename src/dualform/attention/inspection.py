@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from dualform.attention.kinds import kind as kind_of
-from dualform.attention.linear import ELU_PLUS_ONE
+from dualform.attention.kinds import options_of
 from dualform.attention.multihead import MultiheadAttention
+from dualform.attention.ridge import solved
 from dualform.attention.shapes import for_each_query_head
 from dualform.attention.shorten import shorten
 from dualform.attention.transforms import BatchNorm
@@ -92,6 +93,11 @@ def inspect(layer: nn.MultiheadAttention, x: Tensor, context: Tensor | None = No
 
 
 def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
+    if layer.bias_k is not None or layer.add_zero_attn:
+        raise AttentionError(
+            "add_bias_kv and add_zero_attn add keys that no token has, and a regression has data "
+            "of the context only; inspect a module without them."
+        )
     options: dict[str, Any] = {"kind": "softmax"}
     if isinstance(layer, MultiheadAttention):
         options = {"kind": layer.kind, "num_kv_heads": layer.num_kv_heads, **layer.options}
@@ -110,19 +116,30 @@ def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
 
 def _duals(module: MultiheadAttention, k: Tensor, v: Tensor, head: int) -> Tensor:
     """v_j h(k_j), h by the features and the data of the head's regression."""
-    options = module.options
-    if "scaled_heads" in module.kind:
-        factors = options.get("factors", (1, 2, 4, 8))
+    options = options_of(module.kind, module.options)
+    if "factors" in options:
+        lead, factors = options["lead"], options["factors"]
         factor = factors[head * len(factors) // module.num_heads]
-        k, v, _ = shorten(k, v, factor, options.get("pool", "mean"))
-    if "batch_norm" in module.kind:
-        k = BatchNorm(options.get("beta", 1.0), options.get("eps", 1e-5)).apply(k, k)
-    if module.kind == "linear":
-        phi: Tensor = options.get("features", ELU_PLUS_ONE).features(k)
-        return v * (phi @ phi.sum(-2).unsqueeze(-1))
-    scale: float = options.get("scale") or k.shape[-1] ** -0.5
-    products = (scale * k @ k.mT).exp()
-    if module.kind == "local":
+        short = shorten(k[..., lead:, :], v[..., lead:, :], factor, options["pool"])
+        k, v = (torch.cat([x[..., :lead, :], y], -2) for x, y in ((k, short.k), (v, short.v)))
+    if "beta" in options:
+        k = BatchNorm(options["beta"], options["eps"]).apply(k, k)
+    if "penalty" in options:
+        v = solved(k, v, None, options["scale"], options["penalty"])
+    return v * _h(k, options)
+
+
+def _h(k: Tensor, options: dict[str, Any]) -> Tensor:
+    """h(k_j) = Σ_i Φ(k_j)·Φ(k_i) over the keys that k_j sees; 1 where nothing is divided."""
+    scale: float | None = options["scale"]
+    if "features" in options:
+        if not options["normalized"]:
+            return torch.ones_like(k[..., :1])
+        phi = options["features"].features
+        h: Tensor = phi(k if scale is None else k * scale) @ phi(k).sum(-2).unsqueeze(-1)
+        return h
+    products = ((k.shape[-1] ** -0.5 if scale is None else scale) * k @ k.mT).exp()
+    if "window" in options:
         j = torch.arange(k.shape[-2], device=k.device)
-        products = products * ((j[:, None] - j).abs() <= options.get("window", 64))
-    return v * products.sum(-1, keepdim=True)
+        products = products * ((j[:, None] - j).abs() <= options["window"])
+    return products.sum(-1, keepdim=True)

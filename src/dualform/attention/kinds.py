@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ KINDS: dict[str, Layer] = {
     "ridge": ridge,
 }
 """Every kind: a function of q, k, v, attn_mask, is_causal, scale and options of its own."""
+OF_A_CALL = ("q", "k", "v", "attn_mask", "is_causal", "offset", "dropout_p")
 
 
 def kind(name: str, **options: Any) -> Layer:
@@ -41,9 +43,23 @@ def kind(name: str, **options: Any) -> Layer:
     Traceback (most recent call last):
     dualform.errors.AttentionError: kind='sparse' is unknown; choose one of softmax, linear, ...
     """
-    if name not in KINDS:
-        raise AttentionError(f"kind='{name}' is unknown; choose one of {', '.join(KINDS)}.")
+    options_of(name, options)
     return partial(KINDS[name], **options)
+
+
+def options_of(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Every option of a kind, as given or by default; raises where there is no such option.
+
+    >>> options_of("local", {"scale": 0.5})
+    {'scale': 0.5, 'window': 64}
+    """
+    if kind not in KINDS:
+        raise AttentionError(f"kind='{kind}' is unknown; choose one of {', '.join(KINDS)}.")
+    parameters = signature(KINDS[kind]).parameters.values()
+    known = {p.name: p.default for p in parameters if p.name not in OF_A_CALL}
+    for name in (name for name in given if name not in known):
+        raise AttentionError(f"kind='{kind}' has no option '{name}'; it has {', '.join(known)}.")
+    return {**known, **given}
 
 
 def with_weights(

@@ -31,8 +31,7 @@ ELU_PLUS_ONE = EluPlusOne()
 
 
 class State(NamedTuple):
-    """W = Σ_j φ(k_j) v_jᵀ (…, f, m) and z = Σ_j φ(k_j) (…, f, 1): what linear attention
-    remembers."""
+    """W = Σ_j φ(k_j) v_jᵀ (…, f, m) and z = Σ_j φ(k_j) (…, f, 1): the context as weights."""
 
     W: Tensor
     z: Tensor
@@ -51,8 +50,7 @@ def linear(
     offset: int = 0,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """y_i = Σ_j φ(scale q_i)·φ(k_j) v_j / Σ_j φ(scale q_i)·φ(k_j), in time and memory linear in L
-    + S.
+    """y_i = Σ_j φ(scale q_i)·φ(k_j) v_j / Σ_j φ(scale q_i)·φ(k_j), in O(L + S) time and memory.
 
     `scale` is 1 unless given; `normalized=False` leaves the divisor out. A mask that treats queries
     differently takes an L × S matrix, as the mask itself does; numbers in it multiply by exp.

@@ -41,7 +41,7 @@ def local(
     L, S = q.shape[-2], k.shape[-2]
     ahead = 0 if is_causal else window
     block = max(BLOCK, window)
-    count = -(-L // block)
+    count = max(1, -(-L // block))
     size = block + window + ahead
     k, v = for_each_query_head(k, q), for_each_query_head(v, q)
     keys, values = (_windows(x, offset - window, count, block, size) for x in (k, v))
@@ -61,8 +61,9 @@ def local(
 
 def _windows(x: Tensor, first: int, count: int, block: int, size: int) -> Tensor:
     """(…, count, size, d): for each block the rows from first + block·number on, or 0."""
-    end = first + (count - 1) * block + size
-    padded = pad(x, (0, 0, -first, end - x.shape[-2]))
+    end, left = first + (count - 1) * block + size, max(-first, 0)
+    inside = x[..., max(first, 0) : end, :]
+    padded = pad(inside, (0, 0, left, end - first - left - inside.shape[-2]))
     return padded.unfold(-2, size, block).mT
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from dualform.attention.kinds import kind as kind_of
-from dualform.attention.kinds import with_weights
+from dualform.attention.kinds import options_of, with_weights
 from dualform.attention.linear import ELU_PLUS_ONE
 from dualform.memory import EluPlusOne, Exponential, FeatureMap, Kernel, Memory
 
 
 @dataclass(frozen=True)
-class Layer(Kernel):
+class LayerKernel(Kernel):
     """κ(q, k_j): the weight of each key in an attention layer of this kind.
 
-    >>> kernel = Layer("batch_norm")
+    >>> kernel = LayerKernel("batch_norm")
     >>> kernel(torch.randn(5, 3), torch.randn(7, 3)).sum(-1)
     tensor([1.0000, 1.0000, 1.0000, 1.0000, 1.0000])
     """
@@ -28,8 +28,8 @@ class Layer(Kernel):
 
     @property
     def normalized(self) -> bool:
-        """All kinds average their values, but for ridge, which solves for them."""
-        return self.kind != "ridge"
+        """All kinds average their values, but for ridge, which solves for them, or unless told."""
+        return self.kind != "ridge" and bool(self.options.get("normalized", True))
 
     def _weights(self, queries: Tensor, keys: Tensor) -> Tensor:
         layer = kind_of(self.kind, **self.options)
@@ -75,7 +75,7 @@ def memory(kind: str, k: Tensor, v: Tensor, **options: Any) -> Memory:
 
 
 def _kernel(kind: str, options: dict[str, Any]) -> Kernel:
-    kind_of(kind, **options)
+    options_of(kind, options)
     if kind == "softmax" and not options.keys() - {"scale"}:
         return Exponential(options.get("scale"))
     if kind == "linear" and not options.keys() - {"features", "normalized"}:
@@ -83,4 +83,4 @@ def _kernel(kind: str, options: dict[str, Any]) -> Kernel:
         if not options.get("normalized", True):
             return features
         return EluPlusOne(normalized=True) if features == ELU_PLUS_ONE else Averaging(features)
-    return Layer(kind, options)
+    return LayerKernel(kind, options)

@@ -10,14 +10,13 @@ from torch.nn.functional import linear as project
 
 from dualform.attention.cache import Cache
 from dualform.attention.kinds import kind as kind_of
-from dualform.attention.kinds import with_weights
+from dualform.attention.kinds import options_of, with_weights
 from dualform.attention.shapes import causal_mask
 from dualform.errors import AttentionError
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """out_proj(heads of a layer of this kind over projected q, k, v), as torch's module of this
-    name.
+    """out_proj(heads of a layer of this kind over projected q, k, v): torch's module, and more.
 
     Weights load both ways: `state_dict` is torch's. What the kind takes beyond q, k, v goes into
     `options`.
@@ -108,6 +107,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             rows = [x.transpose(0, 1) for x in rows]
         if cache is not None:
             self._require_plain(padding, attn_mask, need_weights)
+            self._require_own(cache)
             y, weights = cache(*self.heads(*rows)), None
         else:
             y, weights = self._read(rows, padding, attn_mask, is_causal, need_weights)
@@ -221,6 +221,14 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise AttentionError(
                 "with a cache every token sees all tokens before it; leave masks out and give "
                 "need_weights=False."
+            )
+
+    def _require_own(self, cache: Cache) -> None:
+        mine = (self.kind, options_of(self.kind, self.options))
+        if mine != (cache.kind, cache.options):
+            raise AttentionError(
+                f"the cache was made for kind='{cache.kind}' with {cache.options}, but this module "
+                f"reads kind='{self.kind}' with {mine[1]}; give Cache(kind, **options) the same."
             )
 
 

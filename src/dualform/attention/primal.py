@@ -1,7 +1,6 @@
 """The problem whose support vector expansion is an attention layer.
 
-    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j)   with   f(x) = W Φ(Tx)/h(x) + b within ε of the targets, but
-    for ξ
+    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j)   with   |y_j − f(k_j)| ≤ ε + ξ_j,   f(x) = W Φ(Tx)/h(x) + b,
 
 has a solution W = Σ_j (α_j − α̃_j) Φ(Tk_j)/h(k_j), so f(x) = Σ_j [Φ(Tx)·Φ(Tk_j)/h(x)] v_j + b with
 v_j = (α_j − α̃_j)/h(k_j): attention. Choosing Φ, h, T and which keys are seen is choosing the
@@ -82,17 +81,7 @@ class Primal(Problem):
         >>> Primal().solve(torch.randn(8, 3), torch.randn(8, 2)).support.shape
         torch.Size([8, 2])
         """
-        if not keys.ndim == targets.ndim == 2 or len(keys) != len(targets):
-            raise AttentionError(
-                f"keys of shape {tuple(keys.shape)} and targets of shape {tuple(targets.shape)} "
-                "are no data of one regression; give keys (n, d) and targets (n, m), a head at a "
-                "time."
-            )
-        if (self.sees == "all") != (at is None):
-            raise AttentionError(
-                f"sees={self.sees!r} and at={at}: a query that sees all keys needs no position, "
-                "any other does; its regression is fitted to the keys it sees."
-            )
+        self._require_data(keys, targets, at)
         keys, targets = keys.detach().double(), targets.detach().double()
         seen = self._seen(len(keys), at)
         k, y = keys[seen], targets[seen]
@@ -118,6 +107,19 @@ class Primal(Problem):
         if isinstance(self.sees, int):
             return partial(_windowed, layer=layer, window=self.sees)
         return partial(layer, is_causal=self.sees == "causal")
+
+    def _require_data(self, keys: Tensor, targets: Tensor, at: int | None) -> None:
+        if not keys.ndim == targets.ndim == 2 or len(keys) != len(targets):
+            raise AttentionError(
+                f"keys of shape {tuple(keys.shape)} and targets of shape {tuple(targets.shape)} "
+                "are no data of one regression; give keys (n, d) and targets (n, m), a head at a "
+                "time."
+            )
+        if (self.sees == "all") != (at is None):
+            raise AttentionError(
+                f"sees={self.sees!r} and at={at}: a query that sees all keys needs no position, "
+                "any other does; its regression is fitted to the keys it sees."
+            )
 
     def _seen(self, n: int, at: int | None) -> Tensor:
         j = torch.arange(n)

@@ -1,5 +1,4 @@
-"""Every layer one query at a time, in float64, by the definition: what the fast ones are tested
-against.
+"""Every layer one query at a time, in float64, by the definition: the text of the fast ones' tests.
 
 A reference takes one head, (L, D), (S, D) and (S, M), and which keys each query sees (L, S). It
 shares no code with the layers. Batch normalization normalizes queries and keys, as the derivation

@@ -70,12 +70,17 @@ def for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
 
 
 def require_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
-    """Raise unless the mask broadcasts to (…, heads, L, S).
+    """Raise unless the mask is of booleans or numbers that broadcast to (…, heads, L, S).
 
     >>> require_mask(torch.ones(4, 4), torch.ones(2, 5, 8), torch.ones(2, 7, 8))
     Traceback (most recent call last):
     dualform.errors.AttentionError: attn_mask of shape (4, 4) does not fit 5 queries and 7 keys; ...
     """
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AttentionError(
+            f"attn_mask is {mask.dtype}; give booleans, True where a query sees a key "
+            "(attn_mask.bool()), or numbers to add to the logits."
+        )
     full = (*q.shape[:-1], k.shape[-2])
     pairs = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.ndim > len(full) or any(a not in (1, b) for a, b in pairs):

@@ -40,7 +40,6 @@ def softmax(
     require_shapes(q, k, v)
     if attn_mask is not None:
         require_mask(attn_mask, q, k)
-        attn_mask = attn_mask if attn_mask.ndim >= 2 else attn_mask[None]
     L, S = q.shape[-2], k.shape[-2]
     if is_causal and (attn_mask is not None or offset):
         if offset < S - 1:  # else the first query already sees every key

@@ -1,8 +1,4 @@
-"""Support vector regression on a given Gram matrix, solved to optimality.
-
-Clarabel's interior point finds which duals are free, at their bound or zero; on those that are
-free the optimality conditions are a linear system, solved last.
-"""
+"""Support vector regression on a given Gram matrix, solved to optimality by Clarabel."""
 
 from __future__ import annotations
 
@@ -69,9 +65,7 @@ def solve(G: Array, y: Array, epsilon: float, C: float) -> Duals:
     >>> bool(np.allclose(duals.beta, [0.9, -0.9])), duals.gap < 1e-9
     (True, True)
     """
-    problem = Regression(G, y, epsilon, C)
-    first = _interior(problem)
-    found = min(first, _polished(problem, first), key=lambda duals: abs(duals.gap))
+    found = _interior(Regression(G, y, epsilon, C))
     if not abs(found.gap) <= GAP:
         raise AttentionError(
             f"the regression of {len(y)} targets was solved to a duality gap of {found.gap:.1e} "
@@ -86,23 +80,6 @@ def _interior(problem: Regression) -> Duals:
     G, y = problem.G * unit / size, problem.y / size
     u, b = _minimum(G, y, problem.epsilon / size, problem.C / unit)
     return problem.at((unit * (u - u.mean())).clip(-problem.C, problem.C), b * size)
-
-
-def _polished(problem: Regression, near: Duals) -> Duals:
-    """G_FF β_F + b = y_F ∓ ε − G_FB β_B and Σβ = 0, with the zero and the bound duals held."""
-    C, tolerance = problem.C, 1e-6 * max(float(np.abs(near.beta).max()), 1e-300)
-    sign = np.sign(near.beta)
-    bound = np.abs(near.beta) >= C - min(tolerance, 1e-6 * C)
-    free = (np.abs(near.beta) > tolerance) & ~bound
-    beta = np.where(bound, C * sign, 0.0)
-    n = int(free.sum())
-    left = np.ones((n + 1, n + 1))
-    left[:n, :n], left[n, n] = problem.G[np.ix_(free, free)], 0
-    rest = problem.y - problem.epsilon * sign - problem.G @ beta
-    right = np.append(rest[free], -beta.sum())
-    *inner, b = np.linalg.lstsq(left, right, rcond=None)[0]
-    beta[free] = inner
-    return problem.at(beta.clip(-C, C), float(b) if n else near.b)
 
 
 def _minimum(G: Array, y: Array, epsilon: float, C: float) -> tuple[Array, float]:

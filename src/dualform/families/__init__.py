@@ -18,6 +18,7 @@ tensor([True, True])
 
 from dualform.families.fenchel_young import Tsallis, entmax, sparsemax
 from dualform.families.measures import (
+    Chain,
     Empirical,
     Gaussian,
     Hypercube,
@@ -33,6 +34,7 @@ from dualform.families.measures import (
 from dualform.families.normalizer import LogNormalizer
 
 __all__ = [
+    "Chain",
     "Empirical",
     "Gaussian",
     "Hypercube",

@@ -100,8 +100,7 @@ class Tsallis:
         (tensor(2.3133), tensor(2.3133))
         """
         p = self.prediction(theta)
-        taken = torch.where(theta == -torch.inf, 0, theta)
-        return (p * taken).sum(-1) - self.omega(p)
+        return _product(theta, p) - self.omega(p)
 
     def jacobian(self, theta: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n n"]:
         """∇²Ω*(θ) = diag(s) − s sᵀ / Σs with s = p^{2−α} on the support: a covariance, sparse.
@@ -123,7 +122,7 @@ class Tsallis:
         >>> abs(Tsallis().loss(theta, Tsallis().prediction(theta)).item()) < 1e-6
         True
         """
-        return self.conjugate(theta) + self.omega(y) - (theta * y).sum(-1)
+        return self.conjugate(theta) + self.omega(y) - _product(theta, y)
 
 
 class _Entmax(torch.autograd.Function):
@@ -153,6 +152,11 @@ class _Entmax(torch.autograd.Function):
         assert in_dims[0] is not None
         p: Tensor = _Entmax.apply(theta.movedim(in_dims[0], 0), alpha)  # type: ignore[no-untyped-call]
         return p, 0
+
+
+def _product(theta: Tensor, p: Tensor) -> Tensor:
+    """θ·p, where −∞ · 0 is 0."""
+    return (torch.where((theta == -torch.inf) & (p == 0), 0, theta) * p).sum(-1)
 
 
 def _sensitivity(p: Tensor, alpha: float) -> Tensor:

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dualform.families.checks import holds, require_finite, require_temperature, require_width
+from dualform.families.measures.empirical import Empirical
 from dualform.families.measures.measure import Measure
 
 
@@ -57,6 +58,9 @@ class LogNormalizer:
         >>> LogNormalizer(Hypercube(2)).mean(torch.tensor([0.0, 2.0]))  # a sigmoid layer
         tensor([0.5000, 0.8808])
         """
+        read = self._fused(eta, values)
+        if read is not None:
+            return read
         natural = self._beta(eta) * eta
         return (
             self.measure.mean(natural)
@@ -112,7 +116,7 @@ class LogNormalizer:
         """
         require_width("mu", mu, self.measure.width)
         require_finite("mu", mu)
-        return torch.as_tensor(self.temperature) * self.measure.conjugate(mu)
+        return self._T(mu).squeeze(-1) * self.measure.conjugate(mu)
 
     def natural(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """∇G*(μ): the η whose mean is μ.
@@ -123,7 +127,7 @@ class LogNormalizer:
         """
         require_width("mu", mu, self.measure.width)
         require_finite("mu", mu)
-        return torch.as_tensor(self.temperature) * self.measure.natural(mu)
+        return self._T(mu) * self.measure.natural(mu)
 
     def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
         """−∫ log(dp/dh) dp = (G(η) − η·μ) / T: Shannon's where h counts, else relative to h.
@@ -179,12 +183,24 @@ class LogNormalizer:
         with torch.no_grad():
             return self.measure.sample(self._beta(eta) * eta, count, generator)
 
+    def _fused(self, eta: Tensor, values: Tensor | None) -> Tensor | None:
+        """The mean in one pass, where there is one; what it cannot read, the others explain."""
+        require_width("eta", eta, self.measure.width)
+        if not isinstance(self.measure, Empirical) or isinstance(self.temperature, Tensor):
+            return None
+        values = self.measure.values if values is None else values
+        return self.measure.fused(eta, values, 1 / self.temperature)
+
     def _beta(self, eta: Tensor) -> Tensor:
         """1/T, row by row (…, 1), so that η/T can be squared in its type."""
         require_width("eta", eta, self.measure.width)
         size = eta.detach().abs().amax(-1, keepdim=True).double()
         if not holds(size.isfinite()):
             require_finite("eta", eta)
-        beta = 1 / torch.as_tensor(self.temperature, dtype=torch.float64, device=eta.device)
         most = torch.finfo(eta.dtype).max ** 0.5
-        return torch.minimum(beta, most / size.clamp(min=1e-18)).to(eta.dtype)
+        return torch.minimum(1 / self._T(size), most / size.clamp(min=1e-18)).to(eta.dtype)
+
+    def _T(self, like: Tensor) -> Tensor:
+        """The temperature, to stand beside (…, d)."""
+        T = torch.as_tensor(self.temperature, dtype=like.dtype, device=like.device)
+        return T if T.ndim else T.unsqueeze(-1)

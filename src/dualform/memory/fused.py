@@ -32,6 +32,7 @@ def fused_attention(
     """
     if mask is None:
         return scaled_dot_product_attention(q, k, v, **options)
+    mask = mask if mask.ndim >= 2 else mask[None]
     blind = ~seen(mask).any(-1, keepdim=True)
     opened = mask.masked_fill(blind, True if mask.dtype == torch.bool else 0.0)
     return scaled_dot_product_attention(q, k, v, opened, **options).masked_fill(blind, 0.0)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -142,29 +142,41 @@ def train(
     chosen, held = split(train_part.y, seed)
     data, validation = train_part[chosen], train_part[held]
     model = Classifier(data, kind, setting).to(data.x.device)
+    best = _fit(model, data, validation, setting)
+    return Result(
+        dataset=name,
+        kind=kind,
+        seed=seed,
+        accuracy=evaluate(model, test, setting)[0],
+        validation=best.accuracy,
+        epoch=best.epoch,
+        distance=head_distance(model, test[torch.arange(min(64, len(test)))]),
+        flops=count_flops(model, data),
+        kept_bytes=kept_bytes(model, data[torch.arange(min(setting.batch, len(data)))]),
+        seconds=time.perf_counter() - began,
+    )
+
+
+class _Best(NamedTuple):
+    """An epoch by its accuracy on what was held out, and by its loss where that is equal."""
+
+    accuracy: float
+    gain: float
+    epoch: int
+
+
+def _fit(model: nn.Module, data: Series, validation: Series, setting: Setting) -> _Best:
+    """Trains, and leaves the model with the weights of its best epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.rate)
-    best = (-1.0, -math.inf, 0)
-    weights: dict[str, Tensor] = {}
+    best, weights = _Best(-1.0, -math.inf, 0), model.state_dict()
     for epoch in range(1, setting.epochs + 1):
         _epoch(model, optimizer, data, setting)
         accuracy, loss = evaluate(model, validation, setting)
         if (accuracy, -loss) > best[:2]:
-            best = (accuracy, -loss, epoch)
+            best = _Best(accuracy, -loss, epoch)
             weights = {key: value.clone() for key, value in model.state_dict().items()}
     model.load_state_dict(weights)
-    accuracy, _ = evaluate(model, test, setting)
-    return Result(
-        name,
-        kind,
-        seed,
-        accuracy,
-        best[0],
-        best[2],
-        head_distance(model, test[torch.arange(min(64, len(test)))]),
-        count_flops(model, data),
-        kept_bytes(model, data[torch.arange(min(setting.batch, len(data)))]),
-        time.perf_counter() - began,
-    )
+    return best
 
 
 def split(y: Tensor, seed: int) -> tuple[Tensor, Tensor]:

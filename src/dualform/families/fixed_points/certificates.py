@@ -28,7 +28,7 @@ class Certificate:
     energies: Tensor
     residual: Tensor
     lipschitz: Tensor
-    """‖J‖ at x: below 1 the step contracts there, and the fixed point attracts."""
+    """‖J‖ at x, estimated: below 1 the step contracts there, and the fixed point attracts."""
 
     @property
     def descends(self) -> bool:
@@ -68,7 +68,7 @@ def certify(step: AttentionStep, x: Float[Tensor, "n d"], *, steps: int) -> Cert
 
 
 def lipschitz(step: Step, x: Float[Tensor, "n d"], iterations: int = POWER) -> Float[Tensor, " n"]:
-    """‖J‖ of the step at each state, by power iteration on JᵀJ.
+    """‖J‖ of the step at each state, by power iteration on JᵀJ: from below, and nearly so.
 
     >>> A = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
     >>> lipschitz(lambda x: x @ A, torch.ones(1, 2))
@@ -79,7 +79,8 @@ def lipschitz(step: Step, x: Float[Tensor, "n d"], iterations: int = POWER) -> F
         y = step(at)
         dual = torch.ones_like(y, requires_grad=True)
         (pulled,) = torch.autograd.grad(y, at, dual, create_graph=True)
-    u = torch.nn.functional.normalize(torch.ones_like(x) + 0.1 * x.detach(), dim=-1)
+    # a direction that no symmetry of the step or of x makes orthogonal to the one that is sought
+    u = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x)
     size = torch.ones_like(x[..., 0])
     for _ in range(iterations):
         (pushed,) = torch.autograd.grad(pulled, dual, u, retain_graph=True)  # J u
@@ -126,7 +127,8 @@ class Basins:
     def __repr__(self) -> str:
         shown = ", ".join(f"{share:.2f}" for share in self.shares.tolist()[:8])
         more = ", …" if len(self.limits) > 8 else ""
-        return f"Basins({len(self.limits)} limits; shares {shown}{more})"
+        found = "limits" if self.converged else "places, not converged"
+        return f"Basins({len(self.limits)} {found}; shares {shown}{more})"
 
 
 def basins(
@@ -140,7 +142,7 @@ def basins(
     torch.Size([1, 2])
     """
     found = solve(step, starts, method="plain", tolerance=tolerance / 100, steps=steps)
-    labels = torch.full((len(starts),), -1, dtype=torch.long)
+    labels = torch.full((len(starts),), -1, dtype=torch.long, device=starts.device)
     limits: list[Tensor] = []
     for i, x in enumerate(found.x):
         if labels[i] < 0:

@@ -1,12 +1,16 @@
 """Gradients of a fixed point without its history: g (I − J)⁻¹, by solving, not by unrolling."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dualform.errors import FamilyError
 from dualform.families.fixed_points.solve import Step, solve
+
+SOLVED = 1e-3
+"""The share of a gradient that may be left over: far more than rounding leaves."""
 
 
 def implicit(
@@ -65,12 +69,22 @@ class _Attached:
 
         close = max(self.tolerance, 8 * torch.finfo(g.dtype).eps)
         scale = close * float(g.norm()) / max(1.0, g.numel() ** 0.5)
+        options: dict[str, Any] = {"tolerance": scale, "steps": self.steps, "dims": self.dims}
         if self.symmetric:
-            return conjugate_gradients(
-                lambda u: u - pulled(u), g, tolerance=scale, steps=self.steps, dims=self.dims
-            )
-        found = solve(lambda u: g + pulled(u), g, tolerance=scale, steps=self.steps, dims=self.dims)
-        return found.x
+            u = conjugate_gradients(lambda u: u - pulled(u), g, **options)
+        else:
+            u = solve(lambda u: g + pulled(u), g, **options).x
+        _require_solved(float((g + pulled(u) - u).norm() / g.norm().clamp(min=1e-30)))
+        return u
+
+
+def _require_solved(residual: float) -> None:
+    if not residual <= SOLVED:
+        raise FamilyError(
+            f"the gradient of a fixed point was not reached: a share of {residual:.1g} of it is "
+            "left. The step does not contract there, or its Jacobian is not symmetric though "
+            "symmetric=True says so; contract more, allow more steps, or give symmetric=False."
+        )
 
 
 @torch.no_grad()

@@ -18,10 +18,12 @@ class Equilibrium(nn.Module):
 
     (Bai, Kolter and Koltun, *Deep Equilibrium Models*, NeurIPS 2019.)
 
-    >>> linear = nn.Linear(3, 3)
-    >>> layer = Equilibrium(lambda z, x: torch.tanh(0.3 * linear(z) + x))
-    >>> layer(torch.randn(5, 3)).shape
-    torch.Size([5, 3])
+    >>> class Cell(nn.Linear):
+    ...     def forward(self, z, x):
+    ...         return torch.tanh(0.3 * super().forward(z) + x)
+    >>> layer = Equilibrium(Cell(3, 3))
+    >>> layer(torch.randn(5, 3)).shape, len(list(layer.parameters()))
+    (torch.Size([5, 3]), 2)
     """
 
     def __init__(

@@ -58,6 +58,8 @@ def solve(
     """
     if method not in ("plain", "anderson"):
         raise FamilyError(f"method='{method}' is unknown; there are 'plain' and 'anderson'.")
+    if steps < 1:
+        raise FamilyError(f"steps={steps} leave nothing to be found; give 1 or more.")
     past = _Past(memory if method == "anderson" else 1)
     residuals: list[float] = []
     for _ in range(steps):
@@ -78,7 +80,7 @@ class _Past:
     """The last few steps and what they left over, state by state.
 
     A state whose residual has grown forgets its past and walks plainly for a while, longer each
-    time: where plain iteration converges, so does this.
+    time: so it comes to rest where plain iteration does, as far as was ever seen.
     """
 
     def __init__(self, memory: int) -> None:

@@ -35,7 +35,7 @@ class Contraction(ABC):
 
 @dataclass(frozen=True)
 class Decay(Contraction):
-    """C(y) = λ y, 0 < λ: the energy is (1 − λ)/2λ ‖x‖² − G(x), or ‖x‖²/2λ − G(x) without residual.
+    """C(y) = λ y, λ ≤ 1: the energy is (1 − λ)/2λ ‖x‖² − G(x), or ‖x‖²/2λ − G(x) without residual.
 
     >>> import torch
     >>> Decay(0.5).penalty(torch.tensor([2.0]), residual=True)
@@ -63,8 +63,8 @@ class Decay(Contraction):
 class Project(Contraction):
     """C(y) = r y/‖y‖: to the sphere of radius r, as cosine similarity does.
 
-    G is convex, so among the points of the sphere C(∇G) is where its tangent is highest: −G never
-    rises.
+    G is convex, so among the points of the sphere C(∇G) is where its tangent is highest: from a
+    point of the sphere on, −G never rises.
 
     >>> import torch
     >>> Project(radius=5.0)(torch.tensor([3.0, 4.0]))
@@ -86,7 +86,8 @@ class Project(Contraction):
 class Normalize(Contraction):
     """C(y) = (y − mean y)/std y, row by row: layer normalization, without scale and shift.
 
-    It is a projection to a sphere of radius √d in the plane of mean 0, and −G never rises.
+    It is a projection to a sphere of radius √d in the plane of mean 0: from a point of that sphere
+    on, −G never rises.
 
     >>> import torch
     >>> Normalize()(torch.tensor([1.0, 3.0]))
@@ -107,7 +108,8 @@ class Normalize(Contraction):
 class AttentionStep:
     """x ← C(x + ∇G(x)), or C(∇G(x)) without residual: a step up G, and a contraction.
 
-    Without a contraction x runs away, as ∇G is what attention adds. With one, `energy` never rises.
+    Without a contraction x runs away, as ∇G is what attention adds. With one, `energy` never rises
+    (where it ends on a sphere: from a start on that sphere).
 
     >>> import torch
     >>> from dualform.families import Empirical

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dualform.errors import FamilyError
 from dualform.families.layers.fields import Field
 
 
@@ -40,8 +41,13 @@ def annealed(
     >>> round(annealed(machine.field(), chains=8, temperatures=10).value / math.log(2), 4)  # 2⁷
     7.0
     """
+    if chains < 2 or temperatures < 1:
+        raise FamilyError(
+            f"{chains=} and {temperatures=} give no estimate with a range; give 2 chains or more, "
+            "and 1 temperature or more."
+        )
     v = field.visible.sample(field.b, chains, generator)
-    weight = torch.zeros(chains, dtype=torch.float64)
+    weight = torch.zeros(chains, dtype=torch.float64, device=v.device)
     for step in range(1, temperatures + 1):
         before, after = (field.tempered(s / temperatures) for s in (step - 1, step))
         weight += (before.free_energy(v) - after.free_energy(v)).double()

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from dualform.errors import FamilyError
 from dualform.families.checks import require_temperature
 from dualform.families.fenchel_young import entmax
-from dualform.families.measures import Empirical
-from dualform.families.normalizer import LogNormalizer
 from dualform.memory.fused import fused_attention
 
 
@@ -22,54 +20,45 @@ def attend(
     mask: Bool[Tensor, "..."] | None = None,
     temperature: float | None = None,
     alpha: float = 1.0,
-    fused: bool = True,
 ) -> Float[Tensor, "*batch q m"]:
     """E[v] under p ∝ exp(q·k / T), T = √d unless given; with α > 1 under entmax, which is sparse.
 
-    α = 1 goes to `scaled_dot_product_attention`, whose fused kernels have one derivative;
-    `fused=False` composes it of simple operations, which have all of them.
+    At α = 1 it equals `LogNormalizer(Empirical(k, mask=mask), T).mean(q, v)`, and goes to torch's
+    fused kernels with its gradients too. Those have one derivative; that mean has all of them.
 
+    >>> from dualform.families import Empirical, LogNormalizer
     >>> q, k, v = torch.randn(5, 4), torch.randn(7, 4), torch.randn(7, 3)
-    >>> torch.allclose(attend(q, k, v), attend(q, k, v, fused=False), atol=1e-6)
+    >>> torch.allclose(attend(q, k, v), LogNormalizer(Empirical(k), 2.0).mean(q, v), atol=1e-6)
     True
     >>> (attend(q, k, torch.eye(7), alpha=2.0, temperature=0.1) == 0).any()
     tensor(True)
     """
     T = math.sqrt(q.shape[-1]) if temperature is None else temperature
     require_temperature(T)
-    if alpha != 1:
-        scores = (q / T) @ k.mT
-        kept = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
-        return entmax(kept, alpha) @ v
-    if fused:
+    if alpha == 1:
         return fused_attention(q, k, v, mask, scale=1 / T)
-    return LogNormalizer(Empirical(k, mask=mask), T).mean(q, v)
+    scores = (q / T) @ k.mT
+    kept = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+    return entmax(kept, alpha) @ v
 
 
 class Attention(nn.Module):
     """Heads of attention: x ↦ W_O [E_h[W_V c]], p_h ∝ exp(W_Q x · W_K c / T), context c.
 
-    The context is x itself unless given. `alpha` > 1 makes the weights sparse.
+    The context is x itself unless given. `alpha` > 1 makes the weights sparse. For causal passes,
+    caches, padding and torch's own weights there is `dualform.attention.MultiheadAttention`.
 
-    >>> layer = Attention(width=16, heads=4, causal=True)
+    >>> layer = Attention(width=16, heads=4, alpha=1.5)
     >>> layer(torch.randn(2, 7, 16)).shape
     torch.Size([2, 7, 16])
     """
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        alpha: float = 1.0,
-        temperature: float | None = None,
-        causal: bool = False,
-        fused: bool = True,
+        self, width: int, heads: int, *, alpha: float = 1.0, temperature: float | None = None
     ) -> None:
         super().__init__()
         require_heads(width, heads)
         self.heads, self.alpha, self.temperature = heads, alpha, temperature
-        self.causal, self.fused = causal, fused
         self.W_Q, self.W_K, self.W_V, self.W_O = (nn.Linear(width, width) for _ in range(4))
 
     def forward(
@@ -82,18 +71,7 @@ class Attention(nn.Module):
         c = x if context is None else context
         pairs = ((self.W_Q, x), (self.W_K, c), (self.W_V, c))
         q, k, v = (by_head(W(y), self.heads) for W, y in pairs)
-        if self.causal:
-            past = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=x.device).tril()
-            mask = past if mask is None else mask & past
-        read = attend(
-            q,
-            k,
-            v,
-            mask=mask,
-            temperature=self.temperature,
-            alpha=self.alpha,
-            fused=self.fused,
-        )
+        read = attend(q, k, v, mask=mask, temperature=self.temperature, alpha=self.alpha)
         output: Tensor = self.W_O(read.transpose(-3, -2).flatten(-2))
         return output
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from dualform.errors import FamilyError
 from dualform.families.checks import require_temperature
 from dualform.families.measures import Empirical, Sphere
 from dualform.families.normalizer import LogNormalizer
@@ -32,6 +33,11 @@ class InfoNCE(nn.Module):
         self, queries: Float[Tensor, "n d"], keys: Float[Tensor, "m d"]
     ) -> Float[Tensor, " n"]:
         """The loss of each query; key i belongs to query i, and all others are negatives."""
+        if len(keys) < len(queries):
+            raise FamilyError(
+                f"{len(queries)} queries have {len(keys)} keys; give each its own, in the same "
+                "order, and negatives after them."
+            )
         q, k = F.normalize(queries, dim=-1), F.normalize(keys, dim=-1)
         G = LogNormalizer(Empirical(k), self.temperature)
         return (G.value(q) - (q * k[: len(q)]).sum(-1)) / self.temperature

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dualform.errors import FamilyError
 from dualform.families.measures import Measure
 
 
@@ -27,6 +28,15 @@ class Field:
     W: Float[Tensor, "m n"]
     b: Float[Tensor, "*batch m"]
     c: Float[Tensor, "*batch n"]
+
+    def __post_init__(self) -> None:
+        m, n = self.visible.width, self.hidden.width
+        if self.W.shape != (m, n) or self.b.shape[-1] != m or self.c.shape[-1] != n:
+            shapes = (tuple(x.shape) for x in (self.W, self.b, self.c))
+            raise FamilyError(
+                "W of shape {}, b of {} and c of {} do not join".format(*shapes)
+                + f" {self.visible} and {self.hidden}; give W ({m}, {n}), b (…, {m}), c (…, {n})."
+            )
 
     def given_visible(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*shape n"]:
         """c + Wᵀv: the natural parameters of h."""

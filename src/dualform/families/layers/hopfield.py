@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from dualform.families.checks import require_width
 from dualform.families.measures import Empirical
 from dualform.families.normalizer import LogNormalizer
 
@@ -67,6 +68,7 @@ class Hopfield:
         >>> Hopfield(torch.eye(3)).store(torch.ones(2, 3))
         Hopfield(5 patterns)
         """
+        require_width("patterns", patterns, self.patterns.shape[-1])
         both = torch.cat([self.patterns, patterns])
         return Hopfield(both, temperature=self.temperature)
 
@@ -84,16 +86,12 @@ class Hopfield:
     ) -> Retrieval:
         """Steps until no state moves by more than the tolerance, `steps` at most."""
         states, energies = queries, [self.energy(queries)]
-        taken = 0
         for _ in range(steps):
-            moved = self.G.mean(states)
-            taken += 1
-            far = float((moved - states).detach().abs().max())
-            states = moved
+            before, states = states, self.G.mean(states)
             energies.append(self.energy(states))
-            if far <= tolerance:
+            if float((states - before).detach().abs().max()) <= tolerance:
                 break
-        return Retrieval(states, taken, torch.stack(energies).detach())
+        return Retrieval(states, len(energies) - 1, torch.stack(energies).detach())
 
     def separation(self) -> Float[Tensor, " n"]:
         """Δ_i = x_i·x_i − max_{j≠i} x_i·x_j: how far each pattern stands out; many T is well kept.

@@ -1,5 +1,6 @@
 """Base measures, one a file: where an exponential family begins."""
 
+from dualform.families.measures.chain import Chain
 from dualform.families.measures.composed import Mixture, Product, Pushforward
 from dualform.families.measures.empirical import Empirical
 from dualform.families.measures.gaussian import Gaussian
@@ -11,6 +12,7 @@ from dualform.families.measures.poisson import Poisson
 from dualform.families.measures.sphere import Sphere
 
 __all__ = [
+    "Chain",
     "Empirical",
     "Gaussian",
     "Hypercube",

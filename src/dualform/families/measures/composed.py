@@ -8,11 +8,14 @@ from torch import Tensor
 
 from dualform.errors import FamilyError
 from dualform.families.checks import holds, require_finite
+from dualform.families.measures.empirical import Empirical
 from dualform.families.measures.measure import Measure
 
 
 class Mixture(Measure):
     """h = Σ_i w_i h_i, of a batch of k measures: G(η) = log Σ_i w_i exp G_i(η).
+
+    Empirical measures are not mixed but added: their sum is one of all points.
 
     Attention chooses among the components, π_i ∝ w_i exp G_i(η), and then reads each.
 
@@ -24,6 +27,11 @@ class Mixture(Measure):
     """
 
     def __init__(self, components: Measure, weights: Float[Tensor, " k"] | None = None) -> None:
+        if isinstance(components, Empirical):
+            raise FamilyError(
+                f"{components} is not a component; a mixture of points is one Empirical(points, "
+                "weights), and two of them are added by +."
+            )
         if weights is not None:
             _require_weights(weights)
         self.components, self.weights = components, weights
@@ -92,6 +100,11 @@ class Mixture(Measure):
         """Levels plus log w_i; weights are equal and sum to 1 unless given."""
         if self.weights is None:
             return levels - math.log(levels.shape[-1])
+        if levels.shape[-1] != len(self.weights):
+            raise FamilyError(
+                f"{len(self.weights)} weights do not weigh {levels.shape[-1]} components; give one "
+                "for each."
+            )
         return levels + self.weights.log()
 
 
@@ -182,8 +195,14 @@ class Pushforward(Measure):
                 f"A of shape {tuple(A.shape)} does not map {measure}, whose points have "
                 f"{measure.width} coordinates; give a matrix of shape (d, {measure.width})."
             )
+        b = A.new_zeros(A.shape[0]) if b is None else b
+        if b.shape != A.shape[:1]:
+            raise FamilyError(
+                f"b of shape {tuple(b.shape)} cannot be added to A x; give {A.shape[0]} numbers, "
+                "as many as A has rows."
+            )
         require_finite("A", A)
-        self.measure, self.A, self.b = measure, A, A.new_zeros(A.shape[0]) if b is None else b
+        self.measure, self.A, self.b = measure, A, b
 
     def __repr__(self) -> str:
         return f"Pushforward({self.measure}, A={tuple(self.A.shape)})"
@@ -217,15 +236,17 @@ class Pushforward(Measure):
         return self.A @ self.measure.covariance(eta @ self.A) @ self.A.mT
 
     def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """log h(A⁻¹(x − b)), less log |det A| where h has a density; only for square A."""
-        if self.A.shape[0] != self.A.shape[1]:
+        """log h(A⁻¹(x − b)), less log |det A| where h has a density; only where A⁻¹ exists."""
+        square = self.A.shape[0] == self.A.shape[1]
+        volume = torch.linalg.slogdet(self.A).logabsdet if square else self.A.new_tensor(-torch.inf)
+        if not holds(volume > -torch.inf):
             raise FamilyError(
                 f"A of shape {tuple(self.A.shape)} cannot be undone, so the image has no density; "
-                "use a square A."
+                "use a square A of full rank."
             )
         inner = torch.linalg.solve(self.A, (x - self.b).unsqueeze(-1)).squeeze(-1)
         log_h = self.measure.log_base(inner)
-        return log_h - torch.linalg.slogdet(self.A).logabsdet if self.continuous else log_h
+        return log_h - volume if self.continuous else log_h
 
     def sample(
         self,

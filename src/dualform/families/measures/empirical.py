@@ -1,5 +1,7 @@
 """Σ_j h_j δ(x − x_j): points. The family is softmax attention over them."""
 
+import math
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
@@ -31,6 +33,8 @@ class Empirical(Memory, Measure):
     """
 
     offset: Tensor | None
+    limit: float
+    """The largest ‖η‖ under which no score can leave its type; negative where points are unseen."""
 
     def __init__(
         self,
@@ -42,6 +46,7 @@ class Empirical(Memory, Measure):
     ) -> None:
         super().__init__(points, points, Exponential(scale=1.0))
         _require_support(points)
+        object.__setattr__(self, "limit", _limit(points))
         object.__setattr__(self, "offset", _offset(points, weights, bias, mask))
 
     def __repr__(self) -> str:
@@ -69,6 +74,7 @@ class Empirical(Memory, Measure):
 
     def logits(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape n"]:
         """η·x_j + log h_j + b_j; −∞ where a point takes no part."""
+        _require_queries(eta, self.keys)
         products = eta @ self.keys.mT
         return products if self.offset is None else products + self.offset
 
@@ -98,14 +104,29 @@ class Empirical(Memory, Measure):
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
     ) -> Float[Tensor, "*shape m"]:
         """Σ_j p_j v_j: attention with values, by torch's fused kernel where no gradient is due."""
-        if _fusible(eta, self.keys, values, self.offset):
-            return _fused(eta, self.keys, values, self.offset)
-        return self.scores(eta) @ values
+        read = self.fused(eta, values)
+        if read is None:
+            _require_values(values, self.keys)
+            read = self.scores(eta) @ values
+        return read
+
+    def fused(
+        self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"], scale: float = 1.0
+    ) -> Float[Tensor, "*shape m"] | None:
+        """The expectation at scale · η by torch's fused kernel.
+
+        None where that kernel has no rule, or where a score might leave the range of its type.
+        """
+        if self.limit < 0 or not _fusible(eta, self.keys, values, self.offset):
+            return None
+        size = max(scale, 1.0) * float(torch.linalg.vector_norm(eta))  # not finite if η is not
+        return _fused(eta, self.keys, values, self.offset, scale) if size <= self.limit else None
 
     def cross_covariance(
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
     ) -> Float[Tensor, "*shape m d"]:
         """Σ_j p_j (v_j − E v)(x_j − E x)ᵀ."""
+        _require_values(values, self.keys)
         p = self.scores(eta)
         v, x = _centered(p, values), _centered(p, self.keys)
         return v.mT @ (p.unsqueeze(-1) * x)
@@ -137,6 +158,8 @@ class Empirical(Memory, Measure):
     ) -> Float[Tensor, "count *shape d"]:
         """Points, drawn with probability p_j."""
         p = self.scores(eta)
+        if not holds((p > 0).any(-1)):
+            raise FamilyError("nothing can be drawn where every point is masked; leave such η out.")
         flat = torch.multinomial(p.reshape(-1, p.shape[-1]), count, True, generator=generator)
         drawn = flat.T.reshape(count, *p.shape[:-1], 1)
         points = self.keys[(None,) * (drawn.ndim - self.keys.ndim)]
@@ -163,27 +186,46 @@ def _safe_softmax(logits: Tensor) -> Tensor:
     return logits.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
 
 
-def _fusible(*tensors: Tensor | None) -> bool:
-    """Whether the fused kernel would do: it cannot be differentiated twice, nor transformed."""
-    given = [x for x in tensors if x is not None]
+def _fusible(eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None) -> bool:
+    """Whether the fused kernel would do: it has one type and derivative, and no transforms."""
+    given = (eta, keys, values) if offset is None else (eta, keys, values, offset)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
-    return given[0].ndim > 1 and all(visible(x) for x in given)
+    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+        return False
+    alike = eta.dtype == keys.dtype == values.dtype == given[-1].dtype
+    return alike and eta.ndim > 1 < values.ndim and values.shape[-2] == keys.shape[-2]
 
 
-def _fused(eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None) -> Tensor:
+def _limit(points: Tensor) -> float:
+    """By Cauchy and Schwarz, with the norm of all points; raises where one is not finite."""
+    if not visible(points):
+        return -1.0
+    wide = torch.promote_types(points.dtype, torch.float32)  # in which kernels add
+    size = float(torch.linalg.vector_norm(points.detach(), dtype=wide))
+    if not math.isfinite(size):
+        require_finite("points", points)
+    return float(torch.finfo(wide).max) / 2 / max(size, 1e-30)
+
+
+def _fused(
+    eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None, scale: float
+) -> Tensor:
+    alike = eta.shape[:-2] == keys.shape[:-2] == values.shape[:-2]
+    if offset is None and alike and eta.ndim == 4:  # nothing to bring into shape
+        return fused_attention(eta, keys, values, scale=scale)
     batch = np.broadcast_shapes(eta.shape[:-2], keys.shape[:-2], values.shape[:-2])
     if offset is not None:
         batch = np.broadcast_shapes(batch, offset.shape[:-2])
         offset = _four(offset.expand(*batch, eta.shape[-2], keys.shape[-2]))
     q, k, v = (_four(x.expand(*batch, *x.shape[-2:])) for x in (eta, keys, values))
-    read = fused_attention(q, k, v, offset, scale=1.0)
+    read = fused_attention(q, k, v, offset, scale=scale)
     return read.reshape(*batch, *read.shape[-2:])
 
 
 def _four(x: Tensor) -> Tensor:
     """(batch, 1, rows, columns), as the fused kernels want it."""
-    return x.reshape(-1, 1, *x.shape[-2:])
+    return x.reshape(math.prod(x.shape[:-2]), 1, *x.shape[-2:])
 
 
 def _offset(
@@ -220,7 +262,28 @@ def _require_support(points: Tensor) -> None:
             f"points of shape {tuple(points.shape)} are an empty support, on which there is no "
             "distribution; give at least one point."
         )
-    require_finite("points", points)
+
+
+def _require_queries(eta: Tensor, points: Tensor) -> None:
+    if eta.ndim == 1 and points.ndim > 2:
+        raise FamilyError(
+            f"eta of shape {tuple(eta.shape)} is one query, but points of shape "
+            f"{tuple(points.shape)} are a batch of measures; give eta of shape "
+            f"(…, q, {points.shape[-1]})."
+        )
+    if eta.dtype != points.dtype and not torch.is_autocast_enabled(eta.device.type):
+        raise FamilyError(
+            f"eta is {eta.dtype}, but the points are {points.dtype}; give eta as "
+            f"eta.to({points.dtype})."
+        )
+
+
+def _require_values(values: Tensor, points: Tensor) -> None:
+    if values.ndim < 2 or values.shape[-2] != points.shape[-2]:
+        raise FamilyError(
+            f"values of shape {tuple(values.shape)} do not belong to {points.shape[-2]} points; "
+            f"give one row for each: shape (…, {points.shape[-2]}, m)."
+        )
 
 
 def _require_weights(points: Tensor, weights: Tensor) -> None:

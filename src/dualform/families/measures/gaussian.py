@@ -29,6 +29,7 @@ class Gaussian(Measure):
     ) -> None:
         if covariance is None:
             covariance = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        _require_square(mean, covariance)
         require_finite("mean", mean)
         require_finite("covariance", covariance)
         self.m, self.Sigma = mean, covariance
@@ -93,6 +94,15 @@ class Gaussian(Measure):
 
     def _spread(self, eta: Tensor) -> Tensor:
         return (self.Sigma @ eta.unsqueeze(-1)).squeeze(-1)
+
+
+def _require_square(mean: Tensor, covariance: Tensor) -> None:
+    d = mean.shape[-1]
+    if covariance.shape[-2:] != (d, d):
+        raise FamilyError(
+            f"a covariance of shape {tuple(covariance.shape)} does not belong to a mean of shape "
+            f"{tuple(mean.shape)}; give one of shape (…, {d}, {d})."
+        )
 
 
 def _cholesky(covariance: Tensor) -> Tensor:

@@ -6,29 +6,18 @@ from torch import Tensor
 
 from dualform.errors import FamilyError
 from dualform.families.checks import holds
-from dualform.families.measures.measure import Measure
+from dualform.families.measures.measure import OfWidth
 
 ROUNDING = 1e-5
 """How far from 0 or 1 a coordinate may be and still be a bit."""
 
 
-class Hypercube(Measure):
+class Hypercube(OfWidth):
     """h counts the corners of {0, 1}^d: G(η) = Σ softplus(η_i), ∇G = sigmoid.
 
     >>> Hypercube(2).mean(torch.tensor([0.0, -1.0]))
     tensor([0.5000, 0.2689])
     """
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-
-    def __repr__(self) -> str:
-        return f"Hypercube({self.width})"
-
-    @property
-    def width(self) -> int:
-        """d."""
-        return self._width
 
     def log_normalizer(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Σ log(1 + exp η_i)."""

@@ -63,6 +63,14 @@ class Interval(Measure):
         """diag of the variances."""
         return self.hvp(eta, torch.ones_like(eta)).diag_embed()
 
+    def natural(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """The η whose mean is μ, by Newton's method; low < μ < high."""
+        if not holds((mu > self._low) & (mu < self._high)):
+            raise FamilyError(
+                f"mu must lie inside the box from {self._low.tolist()} to {self._high.tolist()}."
+            )
+        return super().natural(mu)
+
     def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """0 in the box, −∞ outside."""
         inside = ((x >= self._low) & (x <= self._high)).all(-1)
@@ -90,10 +98,3 @@ class Interval(Measure):
     @property
     def _high(self) -> Tensor:
         return self.center + self.half
-
-    def _reached(self, eta: Tensor, mu: Tensor) -> bool:
-        if not bool(((mu > self._low) & (mu < self._high)).all()):
-            raise FamilyError(
-                f"mu must lie inside the box from {self._low.tolist()} to {self._high.tolist()}."
-            )
-        return super()._reached(eta, mu)

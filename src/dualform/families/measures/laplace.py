@@ -62,7 +62,7 @@ class Laplace(Empirical):
         return True
 
     def error(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """How far G(η) is from that of a grid half as fine: more than the error of the finer one.
+        """How far G(η) is from that of a grid half as fine: as a rule, far more than its error.
 
         >>> box = Laplace(lambda x: torch.ones(len(x)), low=[0.0], high=[1.0], nodes=40)
         >>> bool(box.error(torch.ones(1, dtype=torch.float64)) < 1e-12)

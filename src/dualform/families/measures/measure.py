@@ -136,6 +136,30 @@ class Measure(ABC):
         return eta + rate * step
 
 
+class OfWidth(Measure):
+    """A measure that there is one of in each dimension.
+
+    >>> class Counting(OfWidth):
+    ...     def log_normalizer(self, eta):
+    ...         return eta.exp().sum(-1)
+    >>> Counting(3), Counting(3).width
+    (Counting(3), 3)
+    """
+
+    def __init__(self, width: int) -> None:
+        if width < 1:
+            raise FamilyError(f"{type(self).__name__}({width}) has no width; it must be 1 or more.")
+        self._width = width
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.width})"
+
+    @property
+    def width(self) -> int:
+        """d: points have d coordinates."""
+        return self._width
+
+
 def _without_points(measure: Measure) -> str:
     return (
         f"values={{one row for each point}} need a measure of points, and {measure} has none; "

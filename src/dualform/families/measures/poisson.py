@@ -6,26 +6,15 @@ from torch import Tensor
 
 from dualform.errors import FamilyError
 from dualform.families.checks import holds
-from dualform.families.measures.measure import Measure
+from dualform.families.measures.measure import OfWidth
 
 
-class Poisson(Measure):
+class Poisson(OfWidth):
     """h(x) = Π 1/x_i!: G(η) = Σ exp(η_i), ∇G = exp.
 
     >>> Poisson(1).log_normalizer(torch.tensor([0.0]))
     tensor(1.)
     """
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-
-    def __repr__(self) -> str:
-        return f"Poisson({self.width})"
-
-    @property
-    def width(self) -> int:
-        """d."""
-        return self._width
 
     def log_normalizer(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Σ exp(η_i)."""

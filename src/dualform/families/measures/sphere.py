@@ -7,13 +7,13 @@ from torch import Tensor
 from dualform.errors import FamilyError
 from dualform.families.bessel import log_hypergeometric, ratio
 from dualform.families.checks import holds
-from dualform.families.measures.measure import Measure
+from dualform.families.measures.measure import OfWidth
 
 SPHERE = 1e-4
 """How far from length 1 a point may be and still count as one of the sphere (float32, squared)."""
 
 
-class Sphere(Measure):
+class Sphere(OfWidth):
     """h uniform on ‖x‖ = 1 in R^d: the von Mises–Fisher family, with concentration κ = ‖η‖.
 
     G(η) = log Γ(d/2) (2/κ)^ν I_ν(κ) with ν = d/2 − 1; its mean points along η. Densities are
@@ -26,19 +26,6 @@ class Sphere(Measure):
     >>> sphere.mean(torch.tensor([0.0, 0.0, 1e9]))
     tensor([0., 0., 1.])
     """
-
-    def __init__(self, width: int) -> None:
-        if width < 1:
-            raise FamilyError(f"Sphere({width}) is no sphere; the width must be 1 or more.")
-        self._width = width
-
-    def __repr__(self) -> str:
-        return f"Sphere({self.width})"
-
-    @property
-    def width(self) -> int:
-        """d: points have d coordinates."""
-        return self._width
 
     def log_normalizer(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """log of the average of exp(η·x) over the sphere; 0 at η = 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,10 +28,6 @@ class Normality:
     """Balls of a hundredth of the cloud's size that cover a subsample; counted up to MANY."""
     scale: float
     """The root mean square of the coordinates."""
-
-    def to_dict(self) -> dict[str, float]:
-        """The numbers by name."""
-        return asdict(self)
 
 
 @torch.no_grad()
