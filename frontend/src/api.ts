@@ -123,7 +123,7 @@ export interface Answer {
   places: number
   place: number | null
   marks: number[] | null
-  token?: string[] | null
+  tokens?: string[] | null
 }
 
 export interface EvidenceList {
@@ -189,12 +189,12 @@ export interface Book {
   rows: number
   granularity: string
   reason: string
-  remainder: number
+  remainder: number | null
   bytes: number
 }
 
 export interface Books {
-  remainder: number
+  remainder: number | null
   coverage: number
   bytes: number
   books: Book[]

@@ -27,7 +27,7 @@ interface Props {
 /** The whole explorer: first the facts of its runs, then the page that the state names. */
 export function App({ route, open, onState }: Props) {
   const [, redraw] = useReducer((n: number) => n + 1, 0)
-  const { runs, sources, failed } = useRuns(open)
+  const { runs, firsts, sources, failed } = useRuns(open)
   const { state } = route
   useEffect(() => route.listen(() => redraw(0)), [route])
   useEffect(() => onState?.(state))
@@ -37,6 +37,7 @@ export function App({ route, open, onState }: Props) {
     state,
     sources,
     runs,
+    firsts,
     go: (patch: Partial<State>, replace?: boolean) => route.go(patch, replace),
     link: (patch: Partial<State>) => route.link(patch),
   }
@@ -75,18 +76,24 @@ function Opening() {
 function useRuns(open: (run: number) => Source) {
   const sources = useMemo(() => [open(0)], [open])
   const [runs, setRuns] = useState<RunFacts[] | null>(null)
+  const [firsts, setFirsts] = useState<string[]>([])
   const [failed, setFailed] = useState<string | null>(null)
   useEffect(() => {
     const load = async () => {
       const first = await sources[0]!.get("run", {})
-      const others = Array.from({ length: (first.runs ?? 1) - 1 }, (_, i) => open(i + 1))
-      const facts = await Promise.all(others.map((source) => source.get("run", {})))
-      sources.push(...others)
-      setRuns([first, ...facts])
+      for (let run = 1; run < (first.runs ?? 1); run++) sources.push(open(run))
+      const others = sources.slice(1).map((source) => source.get("run", {}))
+      setFirsts(await Promise.all(sources.map(firstQuery)))
+      setRuns([first, ...(await Promise.all(others))])
     }
     load().catch((error: unknown) => setFailed(sentence(error)))
   }, [sources])
-  return { runs, sources, failed }
+  return { runs, firsts, sources, failed }
+}
+
+async function firstQuery(source: Source): Promise<string> {
+  const { queries } = await source.get("queries", { limit: 1 })
+  return queries[0]?.query ?? ""
 }
 
 /** The pane of every page but the comparison. */

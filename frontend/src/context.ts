@@ -11,6 +11,8 @@ export interface Explorer {
   link(patch: Partial<State>): string
   sources: readonly Source[]
   runs: readonly RunFacts[]
+  /** The first query of each run; empty if there is none. */
+  firsts: readonly string[]
 }
 
 /** One question and the run it is asked of; a comparison has two. */
@@ -27,7 +29,8 @@ export const PaneContext = createContext<Pane | null>(null)
 
 /** The pane that the state describes, if there is a run for it. */
 export function paneOf(explorer: Explorer, which: Which): Pane | null {
-  const asked = explorer.state[which]
+  const chosen = explorer.state[which]
+  const asked = { ...chosen, query: chosen.query || (explorer.firsts[chosen.run] ?? "") }
   const source = explorer.sources[asked.run]
   const run = explorer.runs[asked.run]
   if (!source || !run) return null

@@ -1,4 +1,4 @@
-// Tables for other programs. A field that a spreadsheet would run as a formula is kept text.
+// Tables for other programs, as the server writes them.
 import type { Evidence, Id } from "./api.ts"
 
 export function suspectsCsv(samples: readonly Evidence[]): string {
@@ -10,6 +10,5 @@ export function suspectsCsv(samples: readonly Evidence[]): string {
 
 function field(value: Id | null): string {
   const text = value === null ? "" : String(value)
-  const safe = typeof value === "string" && /^[=+\-@\t\r]/.test(text) ? `'${text}` : text
-  return /[",\r\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe
+  return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text
 }

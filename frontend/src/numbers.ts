@@ -44,8 +44,9 @@ export function count(value: number): string {
   return thousands(String(Math.round(value)))
 }
 
-/** A relative error: 3.2e−7, or 0. */
-export function tiny(value: number): string {
+/** A relative error: 3.2e−7, 0, or that it was not measured. */
+export function tiny(value: number | null): string {
+  if (value === null) return "not measured"
   return value === 0 ? "0" : power(value, 1)
 }
 

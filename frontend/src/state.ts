@@ -11,6 +11,7 @@ export type Span = readonly [number, number]
 /** One question: to which run, about what, restricted to what. */
 export interface Asked {
   run: number
+  /** Empty: the first that there is. */
   query: string
   ask: Ask
   layer: string | null
@@ -46,7 +47,7 @@ const SIDES: readonly SideName[] = ["for", "against"]
 
 export const NOTHING_ASKED: Asked = {
   run: 0,
-  query: "0",
+  query: "",
   ask: "layer",
   layer: null,
   output: null,

@@ -60,7 +60,7 @@ function Choices() {
           ))}
         </Choice>
       )}
-      <QueryNumber />
+      {run.carried ? <QueryChoice /> : <QueryNumber />}
       <Choice label="Question" value={asked.ask} onChoose={(v) => ask(toAsk(asked, v as Ask))}>
         {run.questions.map((one) => (
           <option value={one.ask} disabled={!one.available}>
@@ -102,6 +102,19 @@ function Choice({ label, value, onChoose, children }: ChoiceProps) {
         {children}
       </select>
     </label>
+  )
+}
+
+/** A report has few queries, and they need not be numbers. */
+function QueryChoice() {
+  const { asked, ask, source } = usePane()
+  const { value } = useGet(source, "queries", { limit: 500 })
+  return (
+    <Choice label="Query" value={asked.query} onChoose={(v) => ask(toQuery(asked, v))}>
+      {value?.queries.map((card) => (
+        <option value={card.query}>{card.title}</option>
+      ))}
+    </Choice>
   )
 }
 

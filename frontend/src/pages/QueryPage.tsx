@@ -17,8 +17,8 @@ import { When } from "../parts/When.tsx"
 
 /** A prediction, and what it is made of. */
 export function QueryPage() {
-  const { asked, source, run } = usePane()
-  const nothing = run.queries === 0 && asked.query === "0"
+  const { asked, source } = usePane()
+  const nothing = asked.query === ""
   const loaded = useGet(source, nothing ? null : "answer", { ...paramsOf(asked), label: null })
   const answer = loaded.value
   return (

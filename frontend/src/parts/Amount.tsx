@@ -19,7 +19,16 @@ export function Amount({ value, scale, plain = false, testid }: Props) {
 }
 
 /** A number that is not an amount of evidence: a count, a size, an error. */
-export function Figure({ value, text, testid }: { value: number; text: string; testid?: string }) {
+export function Figure({
+  value,
+  text,
+  testid,
+}: {
+  value: number | null
+  text: string
+  testid?: string
+}) {
+  if (value === null) return <span data-testid={testid}>{text}</span>
   return (
     <data class="figure" value={String(value)} data-testid={testid}>
       {text}

@@ -1,5 +1,5 @@
 import type { Answer } from "../api.ts"
-import { Scale, tiny } from "../numbers.ts"
+import { MINUS, Scale, tiny } from "../numbers.ts"
 import { plural } from "../words.ts"
 import { Amount, Figure } from "./Amount.tsx"
 
@@ -43,12 +43,8 @@ function Sum({ answer, check }: { answer: Answer; check: Terms }) {
         <div class={`term ${name}`}>
           <dt>{words}</dt>
           <dd>
-            {i > 0 && <span class="operator">+</span>}
-            {name === "evidence" ? (
-              <Amount value={value} scale={scale} testid={`check-${name}`} />
-            ) : (
-              <Amount value={value} scale={scale} plain testid={`check-${name}`} />
-            )}
+            {i > 0 && <span class="operator">{value < 0 ? MINUS : "+"}</span>}
+            <Term value={value} scale={scale} name={name} alone={i === 0} />
           </dd>
         </div>
       ))}
@@ -60,6 +56,23 @@ function Sum({ answer, check }: { answer: Answer; check: Terms }) {
         </dd>
       </div>
     </dl>
+  )
+}
+
+interface TermProps {
+  value: number
+  scale: Scale
+  name: string
+  /** The first of a sum carries its own sign; the others' is the operator before them. */
+  alone: boolean
+}
+
+function Term({ value, scale, name, alone }: TermProps) {
+  const tone = name !== "evidence" ? "" : value < 0 ? "against" : "for"
+  return (
+    <data class={`amount ${tone}`} value={String(value)} data-testid={`check-${name}`}>
+      {scale.plain(alone ? value : Math.abs(value))}
+    </data>
   )
 }
 

@@ -41,8 +41,7 @@ export function Header() {
         onClick={() => go({ theme: NEXT[state.theme] }, true)}
         data-testid="theme"
       >
-        <span class="hidden">Colors: </span>
-        {state.theme}
+        Colors: {state.theme}
       </button>
     </header>
   )

@@ -12,13 +12,13 @@ export function QueryFigure({ answer }: { answer: Answer }) {
   if (!answer.marks || answer.marks.length < 2) return <div class="stage">{picture}</div>
   return (
     <div class="stage">
-      {!answer.token && picture}
+      {!answer.tokens && picture}
       <Places
         amounts={answer.marks}
         chosen={answer.place}
         onChoose={(place) => ask({ ...asked, place })}
         label="Positions of the query: choose the one that is asked about"
-        tokens={answer.token}
+        tokens={answer.tokens}
         grid={layer?.grid}
         testid="query-places"
       />

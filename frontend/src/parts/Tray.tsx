@@ -1,4 +1,5 @@
-import type { Forgotten } from "../api.ts"
+import { useState } from "preact/hooks"
+import type { Forgotten, Question } from "../api.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
 import { Scale } from "../numbers.ts"
@@ -11,9 +12,10 @@ export function Tray() {
   const { state, go } = useExplorer()
   const { asked, source, run } = usePane()
   const { query, ask, layer, output } = asked
-  const asking = run.queries > 0 || query !== "0"
-  const wanted = asking && state.ticked.length ? "forget" : null
-  const params = { query, ask, layer, output, id: state.ticked }
+  const wanted = query && state.ticked.length ? "forget" : null
+  const [estimated, setEstimated] = useState(false)
+  const estimate = estimated || ask === "removed" ? 1 : null
+  const params = { query, ask, layer, output, id: state.ticked, estimate }
   const loaded = useGet(source, wanted, params)
   if (!wanted) return null
   const link = source.link("forget", params)
@@ -27,6 +29,16 @@ export function Tray() {
         <Waiting of={loaded} doing="Taking the ticked samples away" />
         {loaded.value && <Others forgotten={loaded.value} />}
         <p class="links">
+          {loaded.value?.asked.retrained === null && run.questions.some(canEstimate) && (
+            <button
+              type="button"
+              class="quiet"
+              onClick={() => setEstimated(true)}
+              data-testid="estimate"
+            >
+              Estimate retraining
+            </button>
+          )}
           <button
             type="button"
             class="quiet"
@@ -50,6 +62,11 @@ export function Tray() {
       </div>
     </aside>
   )
+}
+
+/** Estimates take a while on large runs, so they are asked for. */
+function canEstimate({ ask, available }: Question): boolean {
+  return ask === "removed" && available
 }
 
 function Change({ forgotten }: { forgotten: Forgotten }) {
