@@ -32,6 +32,7 @@ export function Card({ evidence, scale, row = false }: Props) {
       >
         <Highlighted evidence={evidence} />
         <span class="caption">
+          {row && <span class="name">Sample {String(id)}</span>}
           {label !== null && <span class="label">{String(label)}</span>}
           <Amount value={value} scale={scale} />
         </span>
