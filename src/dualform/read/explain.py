@@ -22,6 +22,7 @@ from dualform.read.contributions import Source
 from dualform.read.grouped import Grouping, Records
 from dualform.read.matrix import Contributions, times
 from dualform.read.path import LineGradients, along_line
+from dualform.read.rowwise import row_sums
 from dualform.read.scores import Array, Check, Scores
 from dualform.read.targets import Asked, Target
 from dualform.read.timeline import Timeline, make_timeline
@@ -40,7 +41,12 @@ class Questions:
     source: Source
 
     def sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> dict[str, Array]:
-        """(groups, queries) for each book: what the rows of each group contributed."""
+        """(groups, queries) for each book: what the rows of each group contributed.
+
+        Row by row, a query costs as much as building the matrix that all queries share.
+        """
+        if len(next(iter(self.directions.values()))) == 1:
+            return row_sums(self.source, self.directions, grouping, books)
         matrix = Contributions(self.source.accounting, grouping, books)
         found = times(matrix, self.directions)
         return {name: part.numpy() for name, part in found.items()}

@@ -20,6 +20,7 @@ from dualform.errors import ReadingError, UnknownLayerError
 from dualform.ledger import Book
 from dualform.memory import Memory
 from dualform.read.contributions import Largest, LayerRows, Source
+from dualform.read.grouped import Grouping
 from dualform.read.queries import LayerQueries, Outputs, directions
 from dualform.read.scan import Chunk, Scan
 from dualform.read.scores import Array, Check, Groups, Ranked, Ranking, Scores
@@ -118,6 +119,20 @@ class Reading(Shown):
     def timeline(self, by: str = "step") -> Timeline:
         """Contributions summed by "step" or by "epoch"."""
         return make_timeline(self.source.ledger, self._sums[1][1:], by, self.names, self.check)
+
+    def sums(self, grouping: Grouping) -> Array:
+        """(groups, queries): contributions summed over the rows of each group; one scan."""
+        sums = self._zeros(grouping.count)
+        for chunk, found in self._rows:
+            sums.index_add_(0, grouping.of_chunk(chunk), found.double())
+        total: Array = sums.cpu().numpy()
+        return total
+
+    def only(self, query: int) -> Reading:
+        """The same reading of one query: of one token or patch, where a query has several."""
+        one, asked = slice(query, query + 1), self.queries
+        kept = LayerQueries(asked.names[one], asked.inputs[one], asked.outputs[one])
+        return Reading(self.layer, kept, self.directions[one], self.asked[one], self.source)
 
     def keys_only(self) -> Scores:
         """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""
