@@ -26,10 +26,12 @@ from dualform.read.explain import Explanation, make_explanation
 from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
 from dualform.read.removal import Removal, make_removal
+from dualform.read.scores import Scores
 from dualform.read.shown import Shown, framed
-from dualform.read.spotlight import Spotlight
+from dualform.read.spotlight import Spotlight, unknown_layer
+from dualform.read.suspicion import make_suspicion
 from dualform.read.targets import Asked, Target
-from dualform.read.timeline import Timeline
+from dualform.read.timeline import Bins, Timeline
 from dualform.read.weights import reconstruct, row_parts
 
 
@@ -102,6 +104,11 @@ class Run(Shown):
     def ids(self) -> list[SampleId]:
         """The ids of all samples that left rows."""
         return list(self._names[1])
+
+    @cached_property
+    def bins(self) -> Bins:
+        """Training in parts: epochs, as a rule."""
+        return Bins.of(self._ledger, self.steps)
 
     @property
     def nbytes(self) -> int:
@@ -219,6 +226,27 @@ class Run(Shown):
         """
         check_model(model, self._weights, self._ledger, self.steps)
         return self._influencer(model, x, target, method, damping, rank)
+
+    def suspicion(self, layer: str | None = None) -> Scores:
+        """`mean ‖e‖` over a sample's rows: how large the errors were that came back to a layer.
+
+        A network learns what samples have in common before it learns the exceptions by heart, so
+        that the errors of a wrong label are large in most visits, even if the last ones are small.
+        Sizes are relative to the mean over steps with as many rows: a short batch weighs like the
+        others.
+
+        >>> from dualform.testing import tiny_run
+        >>> run, _, _ = tiny_run()
+        >>> run.suspicion().top(2).ids
+        [3, 0]
+
+        Args:
+            layer: by default the last one, whose errors are those of the model's output.
+        """
+        self._numbers([])  # refuses a run without samples
+        if layer is not None and layer not in self.layers:
+            raise unknown_layer(layer, self.layers)
+        return make_suspicion(self._source, layer or self.layers[-1])
 
     def revisit(self, ids: Sequence[SampleId], output: Outputs = None) -> Spotlight:
         """Like `spotlight`, for training samples as each layer last saw them; needs no model."""
