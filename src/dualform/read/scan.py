@@ -181,6 +181,13 @@ class Scan:
         return max(1, width)
 
 
+def places(ledger: Ledger, stream: Stream) -> int:
+    """How many rows a sample leaves in a stream each time it is seen, at most: tokens, patches."""
+    name = f"{stream.name}/segments"
+    each = [shard.file.read(name)[:, 2].max() for shard in ledger.shards if name in shard.file]
+    return int(max(each, default=0)) * positions(stream)
+
+
 def widen(rows: Tensor) -> Tensor:
     """16-bit rows as float32; wider ones, and places in tables, as they are."""
     if not rows.is_floating_point():

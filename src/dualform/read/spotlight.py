@@ -128,11 +128,12 @@ class Reading(Shown):
         total: Array = sums.cpu().numpy()
         return total
 
-    def only(self, query: int) -> Reading:
-        """The same reading of one query: of one token or patch, where a query has several."""
-        one, asked = slice(query, query + 1), self.queries
-        kept = LayerQueries(asked.names[one], asked.inputs[one], asked.outputs[one])
-        return Reading(self.layer, kept, self.directions[one], self.asked[one], self.source)
+    def only(self, queries: Sequence[int]) -> Reading:
+        """The same reading of some queries: of one token or patch, where an input has several."""
+        at, all_of_them = torch.tensor(queries), self.queries
+        names, asked = ([listed[q] for q in queries] for listed in (all_of_them.names, self.asked))
+        kept = LayerQueries(names, all_of_them.inputs[at], all_of_them.outputs[at])
+        return Reading(self.layer, kept, self.directions[at], asked, self.source)
 
     def keys_only(self) -> Scores:
         """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""
@@ -188,8 +189,11 @@ class Reading(Shown):
     @cached_property
     def check(self) -> Check:
         """initial + evidence + booked by step + remainder = total."""
+        return self.checked(self._sums[0].sum(0))
+
+    def checked(self, evidence: Array) -> Check:
+        """The check, where the sum of all contributions is known already: no scan."""
         accounting = self.source.accounting
-        evidence = self._sums[0].sum(0)
         initial = self._applied(lambda book: initial_part(accounting, book))
         steps = self._applied(lambda book: step_part(accounting, book))
         total = self._applied(lambda book: self.source.weights[book.name].double())

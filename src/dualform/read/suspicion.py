@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ class RowErrors:
     samples: NDArray[np.int64]
     steps: NDArray[np.int64]
 
-    @property
+    @cached_property
     def relative(self) -> Array:
         """(rows,): sizes over the mean of all rows of steps with as many rows.
 
