@@ -173,9 +173,9 @@ def test_queries_do_not_depend_on_each_other(
 def test_columns_in_small_memory(optimizer: str, by: str, recorded: Make) -> None:
     made = recorded(optimizer)
     groupings = {
-        "sample": Grouping.by_sample(made.run._source.numbers),
+        "sample": Grouping.by_sample(made.run.source.numbers),
         "step": Grouping.by_step(made.run.steps),
-        "position": Grouping.by_position(made.run._source.numbers, 1),
+        "position": Grouping.by_position(made.run.source.numbers, 1),
     }
     assert_columns(made, groupings[by])
 
@@ -186,7 +186,7 @@ def test_columns_of_books_with_several_streams(
     case: str, optimizer: str, recorded_case: Make
 ) -> None:
     made = recorded_case(case, optimizer)
-    assert_columns(made, Grouping.by_sample(made.run._source.numbers))
+    assert_columns(made, Grouping.by_sample(made.run.source.numbers))
 
 
 def assert_columns(made: Any, grouping: Grouping) -> None:

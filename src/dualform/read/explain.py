@@ -19,9 +19,11 @@ from dualform.errors import ReadingError
 from dualform.ledger import Book
 from dualform.ledger.samples import SampleId
 from dualform.read.contributions import Source
-from dualform.read.grouped import Grouping, Records
+from dualform.read.grouped import Grouping
 from dualform.read.matrix import Contributions, times
 from dualform.read.path import LineGradients, along_line
+from dualform.read.rowwise import row_sums
+from dualform.read.scan import places
 from dualform.read.scores import Array, Check, Scores
 from dualform.read.targets import Asked, Target
 from dualform.read.timeline import Timeline, make_timeline
@@ -40,7 +42,12 @@ class Questions:
     source: Source
 
     def sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> dict[str, Array]:
-        """(groups, queries) for each book: what the rows of each group contributed."""
+        """(groups, queries) for each book: what the rows of each group contributed.
+
+        Row by row, a query costs as much as building the matrix that all queries share.
+        """
+        if len(next(iter(self.directions.values()))) == 1:
+            return row_sums(self.source, self.directions, grouping, books)
         matrix = Contributions(self.source.accounting, grouping, books)
         found = times(matrix, self.directions)
         return {name: part.numpy() for name, part in found.items()}
@@ -118,23 +125,30 @@ class Explanation(Scores):
     def timeline(self, by: str = "step") -> Timeline:
         """Contributions summed by "step" or by "epoch"."""
         until = self._source.until
-        steps = self._sums(Grouping.by_step(until))[1:]
+        steps = self.sums(Grouping.by_step(until))[1:]
         return make_timeline(self._source.ledger, steps, by, self.queries, self.check)
+
+    def sums(self, grouping: Grouping, layer: str | None = None) -> Array:
+        """(groups, queries): contributions summed over the rows of each group; one scan.
+
+        Args:
+            layer: the one whose parameters are looked at; by default all of them.
+        """
+        books = None if layer is None else self._books_of(layer)
+        parts = [asked.total(asked.sums(grouping, books), grouping) for asked in self.questions]
+        return np.concatenate(parts, 1)
 
     def layer(self, name: str) -> Scores:
         """The samples' contributions through one layer's parameters only."""
-        books = self._books_of(name)
-        grouping = Grouping.by_sample(self._source.numbers)
-        values = self._sums(grouping, books)
+        values = self.sums(Grouping.by_sample(self._source.numbers), name)
         return Scores(self.ids, values, self.queries, None, self.labels, f"contributions of {name}")
 
     def positions(self, name: str) -> Scores:
         """Contributions through one layer by sample and position: tokens, patches, time steps."""
-        books, source = self._books_of(name), self._source
-        streams = {s: source.ledger.info.stream(s) for book in books for s in book.terms}
-        records = [Records(source.ledger, stream, source.until) for stream in streams.values()]
-        most = max(int(r.positions.max()) * r.each + r.each for r in records if len(r))
-        values = self._sums(Grouping.by_position(source.numbers, most), books)
+        source = self._source
+        streams = {stream for book in self._books_of(name) for stream in book.terms}
+        most = max(places(source.ledger, source.ledger.info.stream(stream)) for stream in streams)
+        values = self.sums(Grouping.by_position(source.numbers, most), name)
         ids: list[SampleId] = [f"{sample}[{at}]" for sample in self.ids for at in range(most)]
         own = [self.labels.get(sample) for sample in self.ids for _ in range(most)]
         labels = {name: label for name, label in zip(ids, own, strict=True) if label is not None}
@@ -165,12 +179,6 @@ class Explanation(Scores):
                 f"layer '{layer}' was not recorded by row in this run; those were {names}."
             )
         return books
-
-    def _sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> Array:
-        """(groups, queries): what the rows of each group contributed, over some books."""
-        return np.concatenate(
-            [q.total(q.sums(grouping, books), grouping) for q in self.questions], 1
-        )
 
 
 def _layer(book: str) -> str:
