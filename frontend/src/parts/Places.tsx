@@ -1,0 +1,55 @@
+import { useId } from "preact/hooks"
+import { Scale } from "../numbers.ts"
+import { placeName } from "../words.ts"
+import { spoken } from "./Amount.tsx"
+import { heat } from "./heat.ts"
+
+interface Props {
+  amounts: number[]
+  chosen: number | null
+  onChoose(place: number): void
+  label: string
+  tokens?: readonly string[] | null
+  grid?: readonly [number, number] | null
+  testid?: string
+}
+
+/**
+ * Positions to choose from, colored by their amounts: tokens in a line, patches on a grid, or a strip.
+ * They are radio buttons, so that a thousand of them are one stop of the tab key.
+ */
+export function Places({ amounts, chosen, onChoose, label, tokens, grid, testid }: Props) {
+  const name = useId()
+  const scale = new Scale(amounts)
+  const kind = tokens ? "tokens" : grid ? "grid" : "strip"
+  const columns = grid ? { gridTemplateColumns: `repeat(${grid[1]}, 1fr)` } : undefined
+  return (
+    <div
+      class={`places ${kind}`}
+      role="radiogroup"
+      aria-label={label}
+      style={columns}
+      data-testid={testid}
+    >
+      {amounts.map((amount, place) => {
+        const where = tokens?.[place]?.trim() || placeName(place, grid ?? null)
+        return (
+          <label
+            class="place"
+            style={heat(amount, scale.largest)}
+            title={`${where}: ${scale.signed(amount)}`}
+          >
+            <input
+              type="radio"
+              name={name}
+              checked={place === chosen}
+              onChange={() => onChoose(place)}
+              aria-label={`${where}: ${spoken(scale, amount)}`}
+            />
+            {tokens?.[place]}
+          </label>
+        )
+      })}
+    </div>
+  )
+}
