@@ -18,7 +18,7 @@ from dualform.ledger.format import write_durably
 MOST_QUERIES = 24
 ALTERNATIVES = {"layer": 3, "network": 2}
 """How many outputs of a query can be asked about; otherwise one."""
-CELL_BYTES = 2_400_000
+CELL_BYTES = 1_800_000
 """How much of a report may be amounts by sample and time."""
 PREVIEW_BYTES = 600_000
 PAGES = 48

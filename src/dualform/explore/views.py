@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -105,7 +106,8 @@ class Explorer:
             given.number("at"),
         )
         found: Found = self._kept.get(question, lambda: self.reader(question))
-        self._kept.put(found.question, found)  # asked again in full, it is the same question
+        for place in (question.place, found.question.place):  # asked in full, it is the same
+            self._kept.put(replace(found.question, place=place), found)
         return found
 
     def _facts(self, given: Given) -> Json:
