@@ -66,7 +66,7 @@ def test_evidence_is_what_python_finds(visit: Visit, digits: Exhibit) -> None:
     best, worst = reading.top(12), reading.bottom(12)
     found = {"for": best, "against": worst}
     for side, ranking in found.items():
-        expected = dict(zip(map(str, ranking.ids), ranking.values, strict=True))
+        expected = {str(row.id): row.value for row in ranking.rows}
         eventually(lambda side=side: visit.evidence(side), expected)
         text = visit.at(f"side-{side}").locator(".card data").first.inner_text()
         assert text[0] == ("+" if side == "for" else "−")
@@ -210,7 +210,7 @@ def test_suspects_and_a_sample_s_own_page(visit: Visit, explorer: Explorer, tmp_
     visit.at("page-suspects").click()
     ranking = explorer.run.suspicion().top(6)
     rows = "[data-testid^=suspect-]:is(article) data"
-    eventually(lambda: visit.values(rows)[:6], [float(value) for value in ranking.values])
+    eventually(lambda: visit.values(rows)[:6], [row.value for row in ranking.rows])
     with visit.page.expect_download() as download:
         visit.at("csv").click()
     download.value.save_as(tmp_path / "suspects.csv")
