@@ -122,7 +122,7 @@ def test_layers_say_what_they_add_and_can_be_entered(visit: Visit, explorer: Exp
 
 
 def test_a_span_of_training_restricts_everything(visit: Visit, explorer: Explorer) -> None:
-    expect(visit.at("brush")).to_be_visible()
+    visit.at("brush").scroll_into_view_if_needed()
     box = visit.at("brush").bounding_box()
     assert box is not None
     x, y, width = box["x"], box["y"] + box["height"] / 2, box["width"]
