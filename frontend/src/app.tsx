@@ -1,5 +1,5 @@
 import type { ComponentChildren } from "preact"
-import { useEffect, useMemo, useReducer, useState } from "preact/hooks"
+import { useEffect, useLayoutEffect, useMemo, useReducer, useState } from "preact/hooks"
 import type { RunFacts } from "./api.ts"
 import { ExplorerContext, paneOf, PaneContext, useExplorer } from "./context.ts"
 import { sentence } from "./load.ts"
@@ -30,7 +30,7 @@ export function App({ route, open, onState }: Props) {
   const { runs, firsts, sources, failed } = useRuns(open)
   const { state } = route
   useEffect(() => route.listen(() => redraw(0)), [route])
-  useEffect(() => onState?.(state))
+  useLayoutEffect(() => onState?.(state))
   if (failed !== null) return <Failed message={failed} />
   if (!runs) return <Opening />
   const explorer = {

@@ -10,9 +10,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import uvicorn
-from playwright.sync_api import Browser, Locator, Page
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from dualform.explore import Explorer
 from dualform.explore.server import make_app
@@ -34,6 +35,13 @@ class Visit:
     def go(self, hash: str) -> None:
         """Opens a state of the explorer, as a link would."""
         self.page.goto(f"{self.home}#{hash}")
+
+    def settle(self, hash: str) -> None:
+        """Opens a state anew, and waits until all of it is answered."""
+        self.page.goto("about:blank")
+        self.go(hash)
+        self.page.locator("main").wait_for()
+        expect(self.page.locator("[aria-busy=true], [data-testid=progress]")).to_have_count(0)
 
     def at(self, name: str) -> Locator:
         """The part with this test hook; frontend/README.md lists them."""
@@ -76,14 +84,16 @@ class Visit:
         """No complaint in the console, no request that leaves the page's home."""
         assert self.complaints == []
         home = self.home.split("#")[0]
-        strangers = [url for url in self.requests if not url.startswith((home, "data:", "blob:"))]
+        own = (home, "data:", "blob:", "about:")
+        strangers = [url for url in self.requests if not url.startswith(own)]
         assert strangers == []
 
 
 def eventually(read: Callable[[], Any], expected: Any) -> None:
     """Waits until it reads as expected; numbers to within float32."""
-    wanted = pytest.approx(expected, rel=1e-5, abs=1e-6)
-    wanted = wanted if isinstance(expected, float | list | dict) else expected
+    parts = expected.values() if isinstance(expected, dict) else [expected]
+    exact = "str" in str({type(part) for part in np.ravel(list(parts)).tolist()})
+    wanted = expected if exact else pytest.approx(expected, rel=1e-5, abs=1e-6)
     until = time.monotonic() + PATIENCE
     while read() != wanted and time.monotonic() < until:
         time.sleep(0.02)

@@ -3,7 +3,7 @@ import { useExplorer, usePane } from "../context.ts"
 import { tick } from "../moves.ts"
 import type { Scale } from "../numbers.ts"
 import { sampleName } from "../words.ts"
-import { Amount, Bar, spoken } from "./Amount.tsx"
+import { Amount, Bar } from "./Amount.tsx"
 import { Highlighted } from "./Picture.tsx"
 
 interface Props {
@@ -24,12 +24,8 @@ export function Card({ evidence, scale, row = false }: Props) {
       class={`card ${preview?.kind ?? "none"} ${row ? "row" : ""}`}
       data-testid={`card-${id}`}
     >
-      <button
-        type="button"
-        class="open"
-        onClick={() => go({ acting: String(id), pane: which })}
-        aria-label={`${name}: ${spoken(scale, value)}. Show where and when it acts.`}
-      >
+      <button type="button" class="open" onClick={() => go({ acting: String(id), pane: which })}>
+        {!row && <span class="hidden">Sample {String(id)}: </span>}
         <Highlighted evidence={evidence} />
         <span class="caption">
           {row && <span class="name">Sample {String(id)}</span>}
@@ -37,6 +33,7 @@ export function Card({ evidence, scale, row = false }: Props) {
           <Amount value={value} scale={scale} />
         </span>
         <Bar share={scale.share(value)} both={false} />
+        <span class="hidden">. Show where and when it acts.</span>
       </button>
       <Tick id={String(id)} name={name} />
     </article>

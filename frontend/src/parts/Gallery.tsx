@@ -80,19 +80,18 @@ function Film({ pages, total }: { pages: Pages<QueryCard>; total: number }) {
 function Frame({ card }: { card: QueryCard | undefined }) {
   const { asked, ask } = usePane()
   if (!card) return <span class="frame empty" aria-hidden="true" />
-  const verdict = card.right === null ? "" : card.right ? ", right" : ", wrong"
   return (
     <button
       type="button"
       class={`frame ${card.preview?.kind ?? "none"} ${card.right === false ? "wrong" : ""}`}
       aria-pressed={card.query === asked.query}
-      aria-label={`${card.title}${verdict}`}
       title={card.title}
       onClick={() => ask(toQuery(asked, card.query))}
       data-testid={`query-${card.query}`}
     >
       <Picture preview={card.preview} />
       <span class="small caption">
+        {card.predicted !== null && <span class="hidden">{card.title}, predicted </span>}
         {card.right === false && <span class="wrong">✗ </span>}
         {card.predicted ?? card.title}
       </span>

@@ -21,7 +21,7 @@ export function Outputs({ answer }: { answer: Answer }) {
           type="button"
           key={output}
           class="output"
-          aria-pressed={output === answer.output}
+          aria-pressed={output === (asked.output ?? answer.output)}
           onClick={() => ask({ ...asked, output })}
           data-testid={`output-${output}`}
         >

@@ -1,5 +1,5 @@
 import type { Evidence, Preview } from "../api.ts"
-import { heat } from "./heat.ts"
+import { heat, UNDER_TEXT } from "./heat.ts"
 
 interface Props {
   preview: Preview | null
@@ -54,7 +54,7 @@ export function Highlighted({ evidence }: { evidence: Evidence }) {
   return (
     <span class="picture text">
       {tokens.map((token, i) => (
-        <span class="token" style={heat(places[i] ?? 0, largest)}>
+        <span class="token" style={heat(places[i] ?? 0, largest, UNDER_TEXT)}>
           {token}
         </span>
       ))}

@@ -1,8 +1,8 @@
-import { useId } from "preact/hooks"
 import { Scale } from "../numbers.ts"
 import { placeName } from "../words.ts"
+import { useUnique } from "../unique.ts"
 import { spoken } from "./Amount.tsx"
-import { heat } from "./heat.ts"
+import { ALONE, heat, UNDER_TEXT } from "./heat.ts"
 
 interface Props {
   amounts: number[]
@@ -19,7 +19,7 @@ interface Props {
  * They are radio buttons, so that a thousand of them are one stop of the tab key.
  */
 export function Places({ amounts, chosen, onChoose, label, tokens, grid, testid }: Props) {
-  const name = useId()
+  const name = useUnique()
   const scale = new Scale(amounts)
   const kind = tokens ? "tokens" : grid ? "grid" : "strip"
   const loose = tokens?.every((token) => token === token.trim()) ?? false
@@ -37,7 +37,7 @@ export function Places({ amounts, chosen, onChoose, label, tokens, grid, testid 
         return [
           <label
             class="place"
-            style={heat(amount, scale.largest)}
+            style={heat(amount, scale.largest, tokens ? UNDER_TEXT : ALONE)}
             title={`${where}: ${scale.signed(amount)}`}
           >
             <input

@@ -12,7 +12,7 @@ export function QueryFigure({ answer }: { answer: Answer }) {
       preview={preview}
       name={title}
       amounts={answer.marks}
-      chosen={answer.place}
+      chosen={asked.place ?? answer.place}
       onChoose={(place) => ask({ ...asked, place })}
       label="Positions of the query: choose the one that is asked about"
       tokens={answer.tokens}

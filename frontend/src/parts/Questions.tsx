@@ -1,6 +1,6 @@
-import { useId } from "preact/hooks"
 import { usePane } from "../context.ts"
 import { suits, toAsk } from "../moves.ts"
+import { useUnique } from "../unique.ts"
 
 const SEEN =
   "a training sample is known as the layers saw it, not as the model was called with it. Give it as a query instead."
@@ -8,7 +8,7 @@ const SEEN =
 /** The four questions; those that cannot be asked of this run say what it would take. */
 export function Questions() {
   const { asked, ask, run } = usePane()
-  const name = useId()
+  const name = useUnique()
   const chosen = run.questions.find((question) => question.ask === asked.ask)
   const questions = run.questions.map((question) =>
     suits(asked.query, question.ask) ? question : { ...question, available: false, why: SEEN },

@@ -1,6 +1,6 @@
 import type { ComponentChildren } from "preact"
-import { useId } from "preact/hooks"
 import type { Params, Source } from "../source/source.ts"
+import { useUnique } from "../unique.ts"
 
 interface Props {
   title: string
@@ -13,7 +13,7 @@ interface Props {
 
 /** A titled part of a page, with the link to its JSON twin. */
 export function Section({ title, children, twin, aside, testid }: Props) {
-  const id = useId()
+  const id = useUnique()
   const link = twin?.source.link(twin.path, twin.params) ?? null
   return (
     <section class="section" aria-labelledby={id} data-testid={testid}>

@@ -1,5 +1,6 @@
 import type { ComponentChildren } from "preact"
-import { useEffect, useId, useRef } from "preact/hooks"
+import { useEffect, useRef } from "preact/hooks"
+import { useUnique } from "../unique.ts"
 
 interface Props {
   title: string
@@ -11,7 +12,7 @@ interface Props {
 /** A dialog over the page; the browser keeps the focus inside it, and Escape closes it. */
 export function Sheet({ title, onClose, children, testid }: Props) {
   const dialog = useRef<HTMLDialogElement>(null)
-  const id = useId()
+  const id = useUnique()
   useEffect(() => {
     const element = dialog.current
     element?.showModal()

@@ -79,6 +79,7 @@ class Jobs:
 async def follow(job: Job) -> AsyncIterator[dict[str, Any]]:
     """News while there is some, then the result or the error."""
     future, told = asyncio.wrap_future(job.future), None
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, by us
     while not (await asyncio.wait({future}, timeout=PAUSE))[0]:
         if job.news != told:
             told = job.news
