@@ -88,15 +88,15 @@ class Explorer:
             writer.writerow([name, self.run.samples.labels.get(name, ""), self._suspicion[at]])
         return out.getvalue()
 
-    def found_for(self, parameters: Mapping[str, str | Sequence[str]]) -> Found:
+    def found(self, parameters: Mapping[str, str | Sequence[str]]) -> Found:
         """What was read for the question that parameters ask."""
-        return self.found(Given(parameters))
+        return self._found(Given(parameters))
 
     def line(self, at: int) -> Json:
         """What to show of a training sample, by its place."""
         return self._line(at, 0.0)
 
-    def found(self, given: Given) -> Found:
+    def _found(self, given: Given) -> Found:
         question = Question(
             given.text("query"),
             given.text("ask", "layer"),
@@ -129,7 +129,7 @@ class Explorer:
         return chosen
 
     def _answer(self, given: Given) -> Json:
-        found = self.found(given)
+        found = self._found(given)
         amounts = self._amounts(found, given)
         question = found.question
         subject = self.exhibit.subject(question.query)
@@ -160,7 +160,7 @@ class Explorer:
         }
 
     def _evidence(self, given: Given) -> Json:
-        amounts = self._amounts(self.found(given), given)
+        amounts = self._amounts(self._found(given), given)
         label = given.text("label", "")
         if label:
             amounts = np.where(self._labeled(label), amounts, 0.0)
@@ -170,7 +170,7 @@ class Explorer:
 
     def _layers(self, given: Given) -> Json:
         asked = given.without("layer", "place", "at") | {"ask": "network"}
-        found = self.found(Given(asked))
+        found = self.found(asked)
         assert found.shares is not None
         assert found.check is not None
         shares = [{"layer": name, "value": value} for name, value in found.shares.items()]
@@ -178,7 +178,7 @@ class Explorer:
         return {"output": found.question.output, "shares": shares, **parts}
 
     def _acts(self, given: Given) -> Json:
-        found = self.found(given)
+        found = self._found(given)
         sample = self.run.sample_id(given.text("id"))
         at = self._place_of(sample)
         asked_when = found.question.ask in ("layer", "network")
@@ -255,7 +255,7 @@ class Explorer:
 
     def _forget(self, given: Given) -> Json:
         ids = [self.run.sample_id(name) for name in given.several("id", MOST_FORGOTTEN)]
-        found = self.found(given)
+        found = self._found(given)
         outputs = self._kept.get(
             ("forget", found.question.query, *ids), lambda: self.reader.without(found, ids)
         )
@@ -263,7 +263,7 @@ class Explorer:
         lost, retrained = self._lost(found, ids), None
         if given.text("estimate", "") == "1" or found.question.ask == "removed":
             asked = given.without("layer", "place", "at", "span") | {"ask": "removed"}
-            estimated = self.found(Given(asked))
+            estimated = self.found(asked)
             output = estimated.question.output or 0
             retrained = float(estimated.outputs[output]) - self._lost(estimated, ids)
         return {
