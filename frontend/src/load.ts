@@ -1,12 +1,14 @@
 // Asking a source from a component: cancelled when the question changes, remembered when answered.
 import { useEffect, useReducer, useRef, useState } from "preact/hooks"
 import type { Answers, Path } from "./api.ts"
-import { type Params, type Progress, search, type Source } from "./source/source.ts"
+import { Lost, type Params, type Progress, search, type Source } from "./source/source.ts"
 
 export interface Loaded<T> {
   /** The answer; while a new one is being made, the last one. */
   value: T | null
   failed: string | null
+  /** Nobody answered: it may be asked again. */
+  lost: boolean
   busy: boolean
   progress: Progress | null
   cancelled: boolean
@@ -14,9 +16,16 @@ export interface Loaded<T> {
   again(): void
 }
 
-type Known = Pick<Loaded<unknown>, "value" | "failed" | "busy" | "progress" | "cancelled">
+type Known = Omit<Loaded<unknown>, "cancel" | "again">
 
-const IDLE: Known = { value: null, failed: null, busy: false, progress: null, cancelled: false }
+const IDLE: Known = {
+  value: null,
+  failed: null,
+  lost: false,
+  busy: false,
+  progress: null,
+  cancelled: false,
+}
 const REMEMBERED = 60
 const answered = new WeakMap<Source, Map<string, unknown>>()
 
@@ -45,7 +54,8 @@ export function useGet<P extends Path>(
         if (!controller.signal.aborted) setKnown({ ...IDLE, value })
       },
       (error: unknown) => {
-        if (!controller.signal.aborted) setKnown({ ...IDLE, failed: sentence(error) })
+        if (!controller.signal.aborted)
+          setKnown({ ...IDLE, failed: sentence(error), lost: error instanceof Lost })
       },
     )
     return () => controller.abort()

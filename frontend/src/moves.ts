@@ -5,7 +5,12 @@ import type { Asked } from "./state.ts"
 const WIDE = { output: null, place: null, at: null }
 
 export function toQuery(asked: Asked, query: string): Asked {
-  return { ...asked, ...WIDE, query }
+  return { ...asked, ...WIDE, query, ask: suits(query, asked.ask) ? asked.ask : "layer" }
+}
+
+/** Of a training sample is known what the layers saw, not what the model was called with. */
+export function suits(query: string, ask: Ask): boolean {
+  return !query.startsWith("sample:") || ask === "layer" || ask === "keys"
 }
 
 /** Questions about the last layer and about the model share their outputs. */

@@ -7,9 +7,8 @@ import { placeName, sampleName } from "../words.ts"
 import { Amount } from "./Amount.tsx"
 import { Tick } from "./Card.tsx"
 import { Go } from "./Go.tsx"
-import { Picture } from "./Picture.tsx"
-import { Places } from "./Places.tsx"
 import { Sheet } from "./Sheet.tsx"
+import { Stage } from "./Stage.tsx"
 import { Timeline } from "./Timeline.tsx"
 import { Waiting } from "./Waiting.tsx"
 
@@ -69,33 +68,31 @@ function Where({ acts }: { acts: Acts }) {
   )
 }
 
-/** The sample with its positions over it, where the layer has positions. */
+/** The sample and its positions; choosing one keeps only the evidence from there. */
 function ActingPicture({ acts }: { acts: Acts }) {
-  const { asked, ask } = usePane()
   const { go } = useExplorer()
-  const picture = <Picture preview={acts.preview} name={sampleName(acts.id, acts.label)} />
-  if (!acts.places || acts.places.length < 2) return <div class="stage">{picture}</div>
-  const choose = (at: number) => {
-    ask({ ...asked, at })
-    go({ acting: null }, true)
-  }
-  const largest = acts.places.indexOf(Math.max(...acts.places))
+  const { asked, which } = usePane()
+  const places = acts.places && acts.places.length > 1 ? acts.places : null
+  const most = places ? places.indexOf(Math.max(...places)) : 0
   return (
-    <div class="stage">
-      {!acts.tokens && picture}
-      <Places
-        amounts={acts.places}
+    <div>
+      <Stage
+        preview={acts.preview}
+        name={sampleName(acts.id, acts.label)}
+        amounts={places}
         chosen={asked.at}
-        onChoose={choose}
+        onChoose={(at) => go({ [which]: { ...asked, at }, acting: null })}
         label="Positions of the sample: choose one to see only evidence from there"
         tokens={acts.tokens}
         grid={acts.grid}
         testid="acts-places"
       />
-      <p class="small">
-        It acts most at {acts.tokens?.[largest]?.trim() || placeName(largest, acts.grid)}. Choose a
-        position to keep only the evidence from there, in all samples.
-      </p>
+      {places && (
+        <p class="small">
+          It acts most at {acts.tokens?.[most]?.trim() || placeName(most, acts.grid)}. Choose a
+          position to keep only the evidence from there, in all samples.
+        </p>
+      )}
     </div>
   )
 }

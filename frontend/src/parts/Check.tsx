@@ -1,4 +1,5 @@
-import type { Answer } from "../api.ts"
+import type { ComponentChildren } from "preact"
+import type { Answer, SideName } from "../api.ts"
 import { MINUS, Scale, tiny } from "../numbers.ts"
 import { plural } from "../words.ts"
 import { Amount, Figure } from "./Amount.tsx"
@@ -40,22 +41,71 @@ function Sum({ answer, check }: { answer: Answer; check: Terms }) {
   return (
     <dl class="sum">
       {terms.map(([name, words, value], i) => (
-        <div class={`term ${name}`}>
-          <dt>{words}</dt>
-          <dd>
-            {i > 0 && <span class="operator">{value < 0 ? MINUS : "+"}</span>}
-            <Term value={value} scale={scale} name={name} alone={i === 0} />
-          </dd>
-        </div>
+        <Part key={name} words={words} operator={i > 0 && (value < 0 ? MINUS : "+")}>
+          <Term
+            value={value}
+            scale={scale}
+            name={name}
+            tone={toneOf(name, value)}
+            alone={i === 0}
+          />
+        </Part>
       ))}
-      <div class="term total">
-        <dt>{answer.asked}</dt>
-        <dd>
-          <span class="operator">=</span>
-          <Amount value={check.total} scale={scale} plain testid="check-total" />
-        </dd>
-      </div>
+      <Part words={answer.asked} operator="=" kind="total">
+        <Amount value={check.total} scale={scale} plain testid="check-total" />
+      </Part>
     </dl>
+  )
+}
+
+/** Only evidence is for or against. */
+function toneOf(name: string, value: number): SideName | "" {
+  return name !== "evidence" ? "" : value < 0 ? "against" : "for"
+}
+
+/** Where nothing has to add up there are still the two sides, and what is left of them. */
+function Sides({ sides, unit }: { sides: Answer["sides"]; unit: string }) {
+  const { for: left, against: right } = sides
+  const scale = new Scale([left.sum, right.sum])
+  if (right.count === 0)
+    return (
+      <dl class="sum">
+        <Part words={`${plural(left.count, "sample")}, in ${unit}`}>
+          <Amount value={left.sum} scale={scale} plain />
+        </Part>
+      </dl>
+    )
+  return (
+    <dl class="sum">
+      <Part words={`${plural(left.count, "sample")} for`}>
+        <Term value={left.sum} scale={scale} tone="for" name="for" alone />
+      </Part>
+      <Part words={`${plural(right.count, "sample")} against`} operator={MINUS}>
+        <Term value={right.sum} scale={scale} tone="against" name="against" />
+      </Part>
+      <Part words={`in ${unit}`} operator="=">
+        <Amount value={left.sum + right.sum} scale={scale} testid="check-sides" />
+      </Part>
+    </dl>
+  )
+}
+
+interface PartProps {
+  words: string
+  operator?: string | false
+  kind?: string
+  children: ComponentChildren
+}
+
+function Part({ words, operator, kind = "", children }: PartProps) {
+  return (
+    <div class={`term ${kind}`}>
+      <dt>{words}</dt>
+      <dd>
+        {operator && <span class="operator">{operator}</span>}
+        {children}
+      </dd>
+    </div>
   )
 }
 
@@ -63,42 +113,15 @@ interface TermProps {
   value: number
   scale: Scale
   name: string
+  tone?: SideName | ""
   /** The first of a sum carries its own sign; the others' is the operator before them. */
-  alone: boolean
+  alone?: boolean
 }
 
-function Term({ value, scale, name, alone }: TermProps) {
-  const tone = name !== "evidence" ? "" : value < 0 ? "against" : "for"
+function Term({ value, scale, name, tone = "", alone = false }: TermProps) {
   return (
     <data class={`amount ${tone}`} value={String(value)} data-testid={`check-${name}`}>
       {scale.plain(alone ? value : Math.abs(value))}
     </data>
-  )
-}
-
-/** Where nothing has to add up there are still the two sides. */
-function Sides({ sides, unit }: { sides: Answer["sides"]; unit: string }) {
-  const scale = new Scale([sides.for.sum, sides.against.sum])
-  return (
-    <dl class="sum">
-      <div class="term">
-        <dt>{plural(sides.for.count, "sample")} for</dt>
-        <dd>
-          <Amount value={sides.for.sum} scale={scale} />
-        </dd>
-      </div>
-      {sides.against.count > 0 && (
-        <div class="term">
-          <dt>{plural(sides.against.count, "sample")} against</dt>
-          <dd>
-            <Amount value={sides.against.sum} scale={scale} />
-          </dd>
-        </div>
-      )}
-      <div class="term">
-        <dt>in</dt>
-        <dd class="unit">{unit}</dd>
-      </div>
-    </dl>
   )
 }

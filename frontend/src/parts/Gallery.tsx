@@ -43,7 +43,7 @@ export function Gallery() {
         <span class="small" role="status" data-testid="found">
           {pages.total === null ? "Reading the predictions…" : plural(pages.total, "prediction")}
         </span>
-        {run.accepts && <Give accepts={run.accepts} />}
+        {run.accepts && !run.carried && <Give accepts={run.accepts} />}
       </div>
       {pages.failed && <Failed message={pages.failed} />}
       {pages.total === 0 && (

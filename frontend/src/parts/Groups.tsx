@@ -80,6 +80,7 @@ function LabelButton({ label }: { label: Id | null }) {
       type="button"
       class="quiet"
       aria-pressed={chosen}
+      title={String(label)}
       aria-label={`Only evidence labeled ${label}`}
       onClick={() => ask({ ...asked, label: chosen ? null : String(label) })}
       data-testid={`label-${label}`}

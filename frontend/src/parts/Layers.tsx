@@ -1,6 +1,6 @@
 import { usePane } from "../context.ts"
 import { useGet } from "../load.ts"
-import { toLayer } from "../moves.ts"
+import { suits, toLayer } from "../moves.ts"
 import { count, Scale } from "../numbers.ts"
 import { Amount, Bar } from "./Amount.tsx"
 import { Section } from "./Section.tsx"
@@ -13,7 +13,8 @@ export function Layers() {
   const last = run.layers.at(-1)?.name
   const ofModel = asked.layer === null || asked.layer === last || asked.ask === "network"
   const params = { query: asked.query, output: ofModel ? asked.output : null }
-  const loaded = useGet(source, whole?.available ? "layers" : null, params)
+  const asks = whole?.available && suits(asked.query, "network")
+  const loaded = useGet(source, asks ? "layers" : null, params)
   const shares = new Map(loaded.value?.shares.map((share) => [share.layer, share.value]))
   const scale = new Scale(shares.values())
   const inside = asked.ask === "layer" || asked.ask === "keys"
@@ -22,7 +23,7 @@ export function Layers() {
     <Section
       title="Layers"
       testid="layers"
-      twin={whole?.available ? { source, path: "layers", params } : undefined}
+      twin={asks ? { source, path: "layers", params } : undefined}
     >
       <div class="layers" aria-busy={loaded.busy}>
         {run.layers.map(({ name, inputs, outputs }) => (

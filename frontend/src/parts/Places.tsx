@@ -22,6 +22,7 @@ export function Places({ amounts, chosen, onChoose, label, tokens, grid, testid 
   const name = useId()
   const scale = new Scale(amounts)
   const kind = tokens ? "tokens" : grid ? "grid" : "strip"
+  const loose = tokens?.every((token) => token === token.trim()) ?? false
   const columns = grid ? { gridTemplateColumns: `repeat(${grid[1]}, 1fr)` } : undefined
   return (
     <div
@@ -33,7 +34,7 @@ export function Places({ amounts, chosen, onChoose, label, tokens, grid, testid 
     >
       {amounts.map((amount, place) => {
         const where = tokens?.[place]?.trim() || placeName(place, grid ?? null)
-        return (
+        return [
           <label
             class="place"
             style={heat(amount, scale.largest)}
@@ -47,8 +48,9 @@ export function Places({ amounts, chosen, onChoose, label, tokens, grid, testid 
               aria-label={`${where}: ${spoken(scale, amount)}`}
             />
             {tokens?.[place]}
-          </label>
-        )
+          </label>,
+          loose && " ",
+        ]
       })}
     </div>
   )

@@ -1,28 +1,24 @@
 import type { Answer } from "../api.ts"
 import { usePane } from "../context.ts"
-import { Picture } from "./Picture.tsx"
-import { Places } from "./Places.tsx"
+import { Stage } from "./Stage.tsx"
 
 /** The query itself; where it has positions, each can be asked about alone. */
 export function QueryFigure({ answer }: { answer: Answer }) {
   const { asked, ask, run } = usePane()
   const { preview, title } = answer.query
   const layer = run.layers.find((one) => one.name === answer.layer)
-  const picture = <Picture preview={preview} name={title} />
-  if (!answer.marks || answer.marks.length < 2) return <div class="stage">{picture}</div>
   return (
-    <div class="stage">
-      {!answer.tokens && picture}
-      <Places
-        amounts={answer.marks}
-        chosen={answer.place}
-        onChoose={(place) => ask({ ...asked, place })}
-        label="Positions of the query: choose the one that is asked about"
-        tokens={answer.tokens}
-        grid={layer?.grid}
-        testid="query-places"
-      />
-    </div>
+    <Stage
+      preview={preview}
+      name={title}
+      amounts={answer.marks}
+      chosen={answer.place}
+      onChoose={(place) => ask({ ...asked, place })}
+      label="Positions of the query: choose the one that is asked about"
+      tokens={answer.tokens}
+      grid={layer?.grid}
+      testid="query-places"
+    />
   )
 }
 

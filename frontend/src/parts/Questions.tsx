@@ -1,18 +1,24 @@
 import { useId } from "preact/hooks"
 import { usePane } from "../context.ts"
-import { toAsk } from "../moves.ts"
+import { suits, toAsk } from "../moves.ts"
+
+const SEEN =
+  "a training sample is known as the layers saw it, not as the model was called with it. Give it as a query instead."
 
 /** The four questions; those that cannot be asked of this run say what it would take. */
 export function Questions() {
   const { asked, ask, run } = usePane()
   const name = useId()
   const chosen = run.questions.find((question) => question.ask === asked.ask)
-  const missing = run.questions.filter((question) => !question.available)
+  const questions = run.questions.map((question) =>
+    suits(asked.query, question.ask) ? question : { ...question, available: false, why: SEEN },
+  )
+  const missing = questions.filter((question) => !question.available)
   return (
     <fieldset class="questions" data-testid="questions">
       <legend class="hidden">What is asked</legend>
       <div class="tabs">
-        {run.questions.map((question) => (
+        {questions.map((question) => (
           <label class={question.available ? "" : "disabled"} title={question.why || undefined}>
             <input
               type="radio"

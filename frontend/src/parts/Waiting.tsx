@@ -1,14 +1,15 @@
 import type { Loaded } from "../load.ts"
 
 interface Props {
-  of: Pick<Loaded<unknown>, "busy" | "failed" | "progress" | "cancelled" | "cancel" | "again">
+  of: Omit<Loaded<unknown>, "value">
   /** What is being made, as in "Reading …". */
   doing: string
 }
 
 /** What is shown instead of an answer, or above the last one while the next is made. */
 export function Waiting({ of, doing }: Props) {
-  if (of.failed !== null) return <Failed message={of.failed} again={of.again} />
+  if (of.failed !== null)
+    return <Failed message={of.failed} again={of.lost ? of.again : undefined} />
   if (of.cancelled)
     return (
       <p class="notice" role="status" data-testid="cancelled">

@@ -70,7 +70,7 @@ export class CarriedSource implements Source {
 
   private suspects(params: Params): Suspects {
     const { samples } = this.carried.suspects
-    return { total: samples.length, samples: page(samples, params) }
+    return { total: samples.length, samples: this.pictured(page(samples, params)) }
   }
 
   private sample(params: Params): SampleFacts {
@@ -87,7 +87,8 @@ export class CarriedSource implements Source {
   }
 
   private answer(params: Params): Answer {
-    const { cells: _, ...kept } = this.kept(params)
+    const { cells: _, ...bare } = this.kept(params)
+    const kept = { ...bare, sides: this.illustrated(bare.sides) }
     const span = spanOf(params)
     if (params.at !== null && params.at !== undefined)
       throw new Refusal(`This report does not carry single positions. ${LIVE}`)
@@ -158,6 +159,19 @@ export class CarriedSource implements Source {
     if (!kept?.cells) return null
     const values = amounts(this.cells(params), null)
     return total(ids.map((id) => values[this.row(id)] ?? 0))
+  }
+
+  /** Each picture is carried once, by the id of its sample. */
+  private pictured(samples: Evidence[]): Evidence[] {
+    const find = (id: Id) => this.carried.previews[String(id)] ?? null
+    return samples.map((one) => ({ ...one, preview: one.preview ?? find(one.id) }))
+  }
+
+  private illustrated({ for: left, against: right }: Answer["sides"]): Answer["sides"] {
+    return {
+      for: { ...left, samples: this.pictured(left.samples) },
+      against: { ...right, samples: this.pictured(right.samples) },
+    }
   }
 
   private side(values: number[], side: SideName): Side {

@@ -1,6 +1,14 @@
 // Answers of a server: lines of JSON, so that a long scan tells how far it is and can be cancelled.
 import type { Answers, Path } from "../api.ts"
-import { type Options, type Params, type Progress, Refusal, search, type Source } from "./source.ts"
+import {
+  Lost,
+  type Options,
+  type Params,
+  type Progress,
+  Refusal,
+  search,
+  type Source,
+} from "./source.ts"
 
 type Line<T> = Partial<Progress> & { result?: T; error?: string }
 
@@ -24,7 +32,7 @@ export class HttpSource implements Source {
       if (line.result !== undefined) return line.result
       options.onProgress?.({ progress: line.progress ?? 0, doing: line.doing ?? "" })
     }
-    throw new Refusal("The server closed the connection before it had answered. Ask again.")
+    throw new Lost("The server closed the connection before it had answered. Ask again.")
   }
 
   private async fetch(url: string, signal: AbortSignal | undefined): Promise<Response> {
@@ -35,7 +43,7 @@ export class HttpSource implements Source {
       })
     } catch (error) {
       if (signal?.aborted) throw error
-      throw new Refusal("The server does not answer. Is `dualform view` still running?")
+      throw new Lost("The server does not answer. Is `dualform view` still running?")
     }
   }
 }

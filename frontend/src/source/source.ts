@@ -20,8 +20,11 @@ export interface Source {
   link(path: string, params: Params): string | null
 }
 
-/** A sentence for the person, as opposed to a fault of the program. */
+/** An answer in a sentence: asking again would not change it. */
 export class Refusal extends Error {}
+
+/** Nobody answered; asking again may help. */
+export class Lost extends Error {}
 
 /** Parameters in one order and without those that are not given. */
 export function search(params: Params): URLSearchParams {
