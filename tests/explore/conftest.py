@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from playwright.sync_api import Browser, sync_playwright
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -97,3 +100,15 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
     run = record(model, tokens[:50], labels[:50], path, labels=labels[:50], previews=texts[:50])
     queries = [Query(t, int(la), Preview("text", t)) for t, la in zip(texts, labels, strict=True)]
     return Exhibit(run, model, tokens[50:], queries[50:], encode)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium; without one these tests fail rather than say nothing."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.fail("the explorer's tests need a browser: install Debian's `chromium`")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event, Lock
+from threading import Event, RLock
 from typing import Any
 
 from dualform.errors import DualformError
@@ -53,7 +53,7 @@ class Jobs:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="dualform-view")
         self._running: dict[Hashable, Job] = {}
-        self._lock = Lock()
+        self._lock = RLock()  # a job that is done at once says so while it is begun
 
     def join(self, key: Hashable, make: Callable[[], Any]) -> Job:
         """The job of this key, begun if there is none; `leave` it in the end."""

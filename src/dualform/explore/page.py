@@ -88,6 +88,7 @@ def _page(title: str, head: str, body: str) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<link rel="icon" href="data:,">\n'  # or browsers ask for one
         f"<title>{escape(title)}</title>\n{head}\n</head>\n<body>\n"
         '<div id="app"><noscript>The explorer needs JavaScript.</noscript></div>\n'
         f"{body}\n</body>\n</html>\n"

@@ -20,7 +20,7 @@ from dualform.explore.guard import Guard, is_loopback, refused
 from dualform.explore.jobs import Job, Jobs, follow
 from dualform.explore.page import asset, json_text, served_page
 from dualform.explore.pictures import shorten
-from dualform.explore.views import Explorer
+from dualform.explore.views import Explorer, Json
 
 ASSETS = {"app.js": "text/javascript", "app.css": "text/css"}
 NDJSON = "application/x-ndjson"
@@ -55,10 +55,15 @@ class Site:
         explorer, name = self._explorer(request), request.path_params["view"]
         parameters = _parameters(request.url.query)
         key = (request.url.path, request.url.query)
-        job = self._jobs.join(key, lambda: explorer.view(name, parameters))
+        job = self._jobs.join(key, lambda: self._view(explorer, name, parameters))
         if NDJSON in request.headers.get("accept", ""):
             return StreamingResponse(_lines(job), media_type=NDJSON)
         return await _whole(request, job)
+
+    def _view(self, explorer: Explorer, name: str, parameters: dict[str, list[str]]) -> Json:
+        """A run's own views, and with its facts how many runs there are to compare."""
+        found = explorer.view(name, parameters)
+        return found | {"runs": len(self._explorers)} if name == "run" else found
 
     def _explorer(self, request: Request) -> Explorer:
         number: int = request.path_params["run"]
