@@ -159,7 +159,7 @@ def load(
         print(
             f"{kind:10} {len(listed):6,} median {statistics.median(listed):.3f} s, p95 {p95:.3f} s"
         )
-    thirds = [max(part) / 1e6 for part in np.array_split(memory, 3)]
+    thirds = [round(max(part) / 1e6) for part in np.array_split(memory, 3)]
     print(f"memory {memory[0] / 1e6:.0f} MB before; largest in thirds of the time: {thirds} MB")
 
 
