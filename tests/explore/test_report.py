@@ -40,7 +40,7 @@ def test_cells_are_the_amounts_by_sample_and_time(digits: Exhibit, tmp_path: Pat
         kinds.add((ask, layer))
         asked = {"query": query, "ask": ask, "layer": layer, "output": output}
         cells = np.frombuffer(base64.b64decode(answer["cells"]), "<f4").reshape(120, -1)
-        np.testing.assert_allclose(cells, explorer.found_for(asked).cells, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(cells, explorer.found(asked).cells, rtol=1e-6, atol=1e-12)
         expected = explorer.view("answer", asked)
         assert answer["check"] == expected["check"]
         assert answer["groups"] == expected["groups"]

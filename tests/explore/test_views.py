@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call
 
-from dualform.errors import DualformError, ReadingError
+from dualform.errors import DualformError, ModelMismatchError, ReadingError
 from dualform.explore import Exhibit, Explorer, Query
 from dualform.explore.encoding import Pixels
 from dualform.explore.views import Json
@@ -303,5 +304,7 @@ def test_wrong_exhibits_say_what_is_expected(digits: Exhibit) -> None:
     x = digits.inputs(3)
     with pytest.raises(ReadingError, match="queries need the model"):
         Exhibit(digits.run, x=x)
+    with pytest.raises(ModelMismatchError, match="the model's '0.weight' differs from the run's"):
+        Exhibit(digits.run, nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)), x)
     with pytest.raises(ReadingError, match="got 2 queries, but x has 3; give one Query each"):
         Exhibit(digits.run, digits.model, x, [Query("one"), Query("two")])

@@ -18,7 +18,7 @@ from dualform.explore.encoding import Encode, Pixels, decoded_image, typed_text
 from dualform.explore.pictures import picture, shorten
 from dualform.ledger.samples import Label, Preview, SampleId
 from dualform.read import Run
-from dualform.read.queries import arguments
+from dualform.read.queries import arguments, check_model
 from dualform.read.targets import Asked
 
 LONGEST_NAME = 80
@@ -82,7 +82,7 @@ class Exhibit:
         self.run, self._model, self._encode = run, model, encode
         self._lock, self._threads = Lock(), local()
         if model is not None:
-            model.eval()
+            check_model(model.eval(), run.source.weights, run.source.ledger, run.steps)
         elif x is not None or encode is not None:
             raise ReadingError("queries need the model that they are asked of: give model and x.")
         self._asked = None if x is None else Asked(model, x, _any_number)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from dualform.errors import ReadingError
 from dualform.explore.exhibit import Exhibit, Subject, logits
 from dualform.ledger.samples import SampleId
 from dualform.read import Reading
+from dualform.read.explain import ask_all, by_layer
 from dualform.read.grouped import Grouping
 from dualform.read.queries import LayerQueries
 from dualform.read.scan import places
@@ -207,17 +208,21 @@ class Reader:
 
     def _network(self, subject: Subject, question: Question) -> Found:
         chosen, outputs = self._target(subject, question)
-        explanation = self.exhibit.run.explain(self.exhibit.model, subject.x, _number(chosen))  # type: ignore[arg-type]
-        cells = self._cells(explanation.sums(self._grouping(), question.layer))
-        by_layer = explanation.by_layer
-        shares = dict(zip(map(str, by_layer.ids), by_layer.values[:, 0].tolist(), strict=True))
-        assert explanation.check is not None
+        run, model = self.exhibit.run, self.exhibit.model
+        assert model is not None
+        (asked,) = ask_all(model, subject.x, _number(chosen), run.source)
+        by_book = by_layer(asked.sums(self._grouping()))
+        parts = {layer: self._cells(sums) for layer, sums in by_book.items()}
+        shares = {layer: float(cells.sum()) for layer, cells in parts.items()}
         if question.layer is not None:
+            if question.layer not in parts:
+                raise unknown_layer(question.layer, list(parts))
             note = f"Only what training samples added through the parameters of {question.layer}."
-            return Found(chosen, cells, outputs, note, shares=shares)
+            return Found(chosen, parts[question.layer], outputs, note, shares=shares)
+        cells = np.zeros((len(run.source.ids), len(run.bins))) + sum(parts.values())
+        check = asked.check(cells.sum(keepdims=True)[0])
         note = "An account: what each training sample added to the output, through all layers."
-        check, missed = _check(explanation.check), _missed(explanation.check)
-        return Found(chosen, cells, outputs, note, check, missed, shares)
+        return Found(chosen, cells, outputs, note, _check(check), _missed(check), shares)
 
     def _removed(self, subject: Subject, question: Question) -> Found:
         chosen, outputs = self._target(subject, question)

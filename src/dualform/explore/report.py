@@ -142,7 +142,7 @@ class Carried:
 
     def _cells(self, asked: dict[str, str]) -> str | None:
         """Amounts by sample and bin, as long as there is room for them."""
-        cells = self._explorer.found_for(asked).cells.astype("<f4")
+        cells = self._explorer.found(asked).cells.astype("<f4")
         if cells.nbytes > self._left:
             return None
         self._left -= cells.nbytes

@@ -23,6 +23,7 @@ from dualform.explore.found import Found, Question, Reader
 from dualform.explore.given import Given
 from dualform.explore.kept import Kept
 from dualform.explore.pictures import picture, shorten
+from dualform.explore.sums import SHOWN, group, largest, numbered, ranked, strongest
 from dualform.ledger.samples import SampleId
 from dualform.read.scan import places
 from dualform.read.scores import Array
@@ -30,9 +31,6 @@ from dualform.read.suspicion import RowErrors, row_errors
 
 Json: TypeAlias = dict[str, Any]
 
-SHOWN = 12
-CURVE = 120
-"""At how many points the sorted contributions of a group are given."""
 MOST_EFFECTS = 256
 """Over how many queries a training sample's effects are looked for."""
 MOST_LISTED = 500
@@ -88,15 +86,15 @@ class Explorer:
             writer.writerow([name, self.run.samples.labels.get(name, ""), self._suspicion[at]])
         return out.getvalue()
 
-    def found_for(self, parameters: Mapping[str, str | Sequence[str]]) -> Found:
+    def found(self, parameters: Mapping[str, str | Sequence[str]]) -> Found:
         """What was read for the question that parameters ask."""
-        return self.found(Given(parameters))
+        return self._found(Given(parameters))
 
     def line(self, at: int) -> Json:
         """What to show of a training sample, by its place."""
         return self._line(at, 0.0)
 
-    def found(self, given: Given) -> Found:
+    def _found(self, given: Given) -> Found:
         question = Question(
             given.text("query"),
             given.text("ask", "layer"),
@@ -111,7 +109,8 @@ class Explorer:
         return found
 
     def _facts(self, given: Given) -> Json:
-        return run_facts(self.exhibit)
+        found: Json = self._kept.get("run", lambda: run_facts(self.exhibit))
+        return found
 
     def _queries(self, given: Given) -> Json:
         chosen = self._chosen_queries(given)
@@ -129,7 +128,7 @@ class Explorer:
         return chosen
 
     def _answer(self, given: Given) -> Json:
-        found = self.found(given)
+        found = self._found(given)
         amounts = self._amounts(found, given)
         question = found.question
         subject = self.exhibit.subject(question.query)
@@ -141,7 +140,7 @@ class Explorer:
             "layer": question.layer,
             "output": question.output,
             "asked": _asked(question),
-            "outputs": _largest(found.outputs),
+            "outputs": largest(found.outputs),
             "check": found.check if whole else None,
             "error": found.missed if whole else None,
             "note": found.note
@@ -160,17 +159,17 @@ class Explorer:
         }
 
     def _evidence(self, given: Given) -> Json:
-        amounts = self._amounts(self.found(given), given)
+        amounts = self._amounts(self._found(given), given)
         label = given.text("label", "")
         if label:
             amounts = np.where(self._labeled(label), amounts, 0.0)
-        ranked = _ranked(amounts, given.choice("side", ("for", "against")))
-        some = given.page(ranked, MOST_LISTED)
-        return {"total": len(ranked), "samples": [self._line(at, amounts[at]) for at in some]}
+        lines = ranked(amounts, given.choice("side", ("for", "against")))
+        some = given.page(lines, MOST_LISTED)
+        return {"total": len(lines), "samples": [self._line(at, amounts[at]) for at in some]}
 
     def _layers(self, given: Given) -> Json:
         asked = given.without("layer", "place", "at") | {"ask": "network"}
-        found = self.found(Given(asked))
+        found = self.found(asked)
         assert found.shares is not None
         assert found.check is not None
         shares = [{"layer": name, "value": value} for name, value in found.shares.items()]
@@ -178,7 +177,7 @@ class Explorer:
         return {"output": found.question.output, "shares": shares, **parts}
 
     def _acts(self, given: Given) -> Json:
-        found = self.found(given)
+        found = self._found(given)
         sample = self.run.sample_id(given.text("id"))
         at = self._place_of(sample)
         asked_when = found.question.ask in ("layer", "network")
@@ -255,7 +254,7 @@ class Explorer:
 
     def _forget(self, given: Given) -> Json:
         ids = [self.run.sample_id(name) for name in given.several("id", MOST_FORGOTTEN)]
-        found = self.found(given)
+        found = self._found(given)
         outputs = self._kept.get(
             ("forget", found.question.query, *ids), lambda: self.reader.without(found, ids)
         )
@@ -263,14 +262,14 @@ class Explorer:
         lost, retrained = self._lost(found, ids), None
         if given.text("estimate", "") == "1" or found.question.ask == "removed":
             asked = given.without("layer", "place", "at", "span") | {"ask": "removed"}
-            estimated = self.found(Given(asked))
+            estimated = self.found(asked)
             output = estimated.question.output or 0
             retrained = float(estimated.outputs[output]) - self._lost(estimated, ids)
         return {
             "ids": ids,
             "note": FORGOTTEN,
-            "before": _numbered(outputs[0]),
-            "after": _numbered(outputs[1]),
+            "before": numbered(outputs[0]),
+            "after": numbered(outputs[1]),
             "asked": {
                 "output": found.question.output,
                 "before": before,
@@ -300,15 +299,12 @@ class Explorer:
         return 0 if found.question.ask in ("removed", "keys") else found.cells.shape[1]
 
     def _side(self, amounts: Array, side: str) -> Json:
-        ranked = _ranked(amounts, side)
-        lines = [self._line(at, float(amounts[at])) for at in ranked[:SHOWN]]
-        return {"sum": float(amounts[ranked].sum()), "count": len(ranked), "samples": lines}
+        own = amounts > 0 if side == "for" else amounts < 0
+        lines = [self._line(at, float(amounts[at])) for at in strongest(amounts, side)]
+        return {"sum": float(amounts[own].sum()), "count": int(own.sum()), "samples": lines}
 
     def _groups(self, amounts: Array) -> list[Json]:
-        return [
-            _group(label, np.sort(amounts[members])[::-1])
-            for label, members in self._labels.items()
-        ]
+        return [group(label, amounts[members]) for label, members in self._labels.items()]
 
     @cached_property
     def _labels(self) -> dict[Any, NDArray[np.int64]]:
@@ -361,32 +357,3 @@ def _asked(question: Question) -> str:
     if question.ask in ("network", "removed"):
         return f"output {question.output} of the model"
     return f"output {question.output} of layer {question.layer}"
-
-
-def _largest(outputs: Array) -> list[Json]:
-    order = np.argsort(-outputs, kind="stable")[:SHOWN]
-    return [{"output": int(at), "value": float(outputs[at])} for at in order]
-
-
-def _numbered(outputs: Array) -> list[Json]:
-    return [{"output": at, "value": float(value)} for at, value in enumerate(outputs)]
-
-
-def _ranked(amounts: Array, side: str) -> list[int]:
-    """The samples of one side, the strongest first."""
-    order = np.argsort(-amounts if side == "for" else amounts, kind="stable")
-    chosen = amounts[order] > 0 if side == "for" else amounts[order] < 0
-    found: list[int] = order[chosen].tolist()
-    return found
-
-
-def _group(label: Any, ranked: Array) -> Json:
-    points = np.linspace(0, len(ranked) - 1, min(CURVE, len(ranked))).round().astype(int)
-    return {
-        "label": label,
-        "count": len(ranked),
-        "sum": float(ranked.sum()),
-        "for": float(ranked[ranked > 0].sum()),
-        "against": float(ranked[ranked < 0].sum()),
-        "curve": [float(f"{value:.5g}") for value in ranked[points]],  # drawn, not read
-    }

@@ -31,7 +31,8 @@ class ExplorerWidget(anywidget.AnyWidget):
     def __init__(self, explorer: Explorer) -> None:
         self._explorer, self._jobs = explorer, Jobs()
         self._asked: dict[Any, Job] = {}
-        super().__init__(_esm=asset("widget.js"), _css=asset("widget.css"))
+        self._esm, self._css = asset("widget.js"), asset("widget.css")
+        super().__init__()
         self.on_msg(self._answer)
 
     def _answer(self, widget: Any, message: Any, buffers: Any) -> None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -31,15 +31,22 @@ from dualform.read.weights import initial_part, step_part
 
 QUERY_BYTES = 512 << 20
 """How large the averaged gradients of the queries may be that share a scan."""
+TOLERANCE = 1e-3
+"""How much of the output's change the integration may miss."""
 
 
 @dataclass(frozen=True)
 class Questions:
     """What some queries ask of every parameter: their averaged gradients, and where from."""
 
-    directions: Mapping[str, Tensor]
-    """(queries, *shape) for each book."""
+    names: Sequence[str]
+    line: LineGradients
     source: Source
+
+    @property
+    def directions(self) -> Mapping[str, Tensor]:
+        """(queries, *shape) for each book."""
+        return self.line.directions
 
     def sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> dict[str, Array]:
         """(groups, queries) for each book: what the rows of each group contributed.
@@ -65,6 +72,14 @@ class Questions:
         ]
         total: Array = torch.stack(shares).sum(0).numpy()
         return total
+
+    def check(self, evidence: Array) -> Check:
+        """How the parts add up, where the rows' contributions sum to `evidence` (queries,)."""
+        accounting, kept = self.source.accounting, self.source.ledger.weights(0)
+        faded = self.applied(lambda book: initial_part(accounting, book) - kept[book.name].double())
+        initial, total = self.line.initial.numpy() + faded, self.line.final.numpy()
+        steps = self.applied(lambda book: step_part(accounting, book))
+        return Check(initial, evidence, steps, total - initial - steps - evidence, total)
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,10 +125,7 @@ class Explanation(Scores):
     @property
     def by_layer(self) -> Scores:
         """What each layer's parameters contributed: layers × queries."""
-        shares: dict[str, Array] = {}
-        for name, share in self.books.items():
-            layer = _layer(name)
-            shares[layer] = shares[layer] + share if layer in shares else share
+        shares = by_layer(self.books)
         values = np.array(list(shares.values())).reshape(len(shares), len(self.queries))
         return Scores(list(shares), values, self.queries, self.check, {}, "contributions by layer")
 
@@ -181,6 +193,15 @@ class Explanation(Scores):
         return books
 
 
+def by_layer(books: Mapping[str, Array]) -> dict[str, Array]:
+    """Something of each book, summed by layer."""
+    found: dict[str, Array] = {}
+    for name, share in books.items():
+        layer = _layer(name)
+        found[layer] = found[layer] + share if layer in found else share
+    return found
+
+
 def _layer(book: str) -> str:
     """The layer a parameter belongs to: its module, or the parameter itself."""
     return book.rpartition(".")[0] or book
@@ -190,15 +211,20 @@ def make_explanation(
     model: nn.Module, x: Any, target: Target, source: Source, tolerance: float
 ) -> Explanation:
     """Asks for averaged gradients, then for what the rows say to them; batch by batch."""
+    return _joined([_explained(some) for some in ask_all(model, x, target, source, tolerance)])
+
+
+def ask_all(
+    model: nn.Module, x: Any, target: Target, source: Source, tolerance: float = TOLERANCE
+) -> Iterator[Questions]:
+    """What the queries ask of every parameter, in batches that share a scan."""
     if not 0 < tolerance < 1:
         raise ReadingError(f"tolerance={tolerance}: give a share between 0 and 1, such as 1e-3.")
     asked = Asked(model, x, target)
     first, last = ends(model, source)
-    parts = [
-        _explained(asked, first, last, batch, source, tolerance)
-        for batch in query_batches(asked, source)
-    ]
-    return _joined(parts, asked)
+    for batch in query_batches(asked, source):
+        line = along_line(asked, first, last, batch, tolerance)
+        yield Questions([asked.names[query] for query in batch], line, source)
 
 
 def query_batches(asked: Asked, source: Source) -> list[range]:
@@ -220,47 +246,25 @@ def ends(model: nn.Module, source: Source) -> tuple[dict[str, Tensor], dict[str,
     return first, last
 
 
-def _explained(
-    asked: Asked,
-    first: dict[str, Tensor],
-    last: dict[str, Tensor],
-    batch: Sequence[int],
-    source: Source,
-    tolerance: float,
-) -> Explanation:
-    line = along_line(asked, first, last, batch, tolerance)
-    questions = Questions(line.directions, source)
+def _explained(asked: Questions) -> Explanation:
+    source = asked.source
     by_sample = Grouping.by_sample(source.numbers)
-    sums = questions.sums(by_sample)
-    values = questions.total(sums, by_sample)
-    shares = {name: part.sum(0) for name, part in sums.items()}
-    names = [asked.names[query] for query in batch]
+    sums = asked.sums(by_sample)
+    values = asked.total(sums, by_sample)
     return Explanation(
         source.ids,
         values,
-        names,
-        _check(questions, line, values),
+        asked.names,
+        asked.check(values.sum(0)),
         source.labels,
         "contributions to the output",
-        line.completeness.numpy(),
-        shares,
-        [questions],
+        asked.line.completeness.numpy(),
+        {name: part.sum(0) for name, part in sums.items()},
+        [asked],
     )
 
 
-def _check(questions: Questions, line: LineGradients, values: Array) -> Check:
-    source = questions.source
-    kept = source.ledger.weights(0)
-    faded = questions.applied(
-        lambda book: initial_part(source.accounting, book) - kept[book.name].double()
-    )
-    initial = line.initial.numpy() + faded
-    steps = questions.applied(lambda book: step_part(source.accounting, book))
-    evidence, total = values.sum(0), line.final.numpy()
-    return Check(initial, evidence, steps, total - initial - steps - evidence, total)
-
-
-def _joined(parts: Sequence[Explanation], asked: Asked) -> Explanation:
+def _joined(parts: Sequence[Explanation]) -> Explanation:
     """The explanations of batches as one."""
     if len(parts) == 1:
         return parts[0]
@@ -269,7 +273,7 @@ def _joined(parts: Sequence[Explanation], asked: Asked) -> Explanation:
     return replace(
         parts[0],
         values=np.concatenate([part.values for part in parts], axis=1),
-        queries=asked.names,
+        queries=[name for part in parts for name in part.queries],
         check=check,
         completeness=np.concatenate([part.completeness for part in parts]),
         books={n: np.concatenate([p.books[n] for p in parts]) for n in parts[0].books},

@@ -22,7 +22,7 @@ from dualform.ledger.samples import SampleId, decode_ids
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import Source
-from dualform.read.explain import Explanation, make_explanation
+from dualform.read.explain import TOLERANCE, Explanation, make_explanation
 from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
 from dualform.read.removal import Removal, make_removal
@@ -183,7 +183,7 @@ class Run(Shown):
         return Spotlight(asked, output, self.source)
 
     def explain(
-        self, model: nn.Module, x: Any, target: Target = None, tolerance: float = 1e-3
+        self, model: nn.Module, x: Any, target: Target = None, tolerance: float = TOLERANCE
     ) -> Explanation:
         """The whole network's output as exact contributions of the training samples: an account.
 
