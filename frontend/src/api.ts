@@ -131,6 +131,11 @@ export interface EvidenceList {
   samples: Evidence[]
 }
 
+/** What each piece of some samples' texts adds, by the id of the sample. */
+export interface Highlights {
+  samples: Record<string, { tokens: string[]; places: number[] }>
+}
+
 export interface LayerShares {
   output: number
   shares: { layer: string; value: number }[]
@@ -206,6 +211,7 @@ export interface Answers {
   queries: QueryList
   answer: Answer
   evidence: EvidenceList
+  highlights: Highlights
   layers: LayerShares
   acts: Acts
   sample: SampleFacts

@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -100,6 +101,11 @@ def test_tokens_and_typed_text(visit: Visit, words: Exhibit) -> None:
     answer = explorer.view("answer", {"query": "0", "layer": "mix"})
     eventually(lambda: visit.evidence("for"), amounts(answer, "for"))
     assert visit.at("query-places").inner_text().split() == answer["tokens"]
+    best = answer["sides"]["for"]["samples"][0]
+    card = visit.at(f"card-{best['id']}").locator(".token")
+    expect(card).to_have_text(best["preview"]["text"].split())
+    acts = explorer.view("acts", {"query": "0", "layer": "mix", "id": str(best["id"])})
+    assert "--for" in (card.nth(int(np.argmax(acts["places"]))).get_attribute("style") or "")
     visit.at("query-places").get_by_role("radio").nth(2).check(force=True)
     third = explorer.view("answer", {"query": "0", "layer": "mix", "place": "2"})
     eventually(lambda: visit.evidence("against"), amounts(third, "against"))

@@ -121,6 +121,18 @@ def test_texts_are_cut_into_as_many_pieces_as_there_are_rows(words: Exhibit) -> 
     assert acts["tokens"] == acts["preview"]["text"].split()
 
 
+def test_texts_are_highlighted_where_they_act(words: Exhibit, digits: Exhibit) -> None:
+    explorer, asked = Explorer(words), {"query": "0", "layer": "mix"}
+    found = explorer.view("highlights", asked | {"id": ["3", "9"]})["samples"]
+    assert list(found) == ["3", "9"]
+    for name, marked in found.items():
+        acts = explorer.view("acts", asked | {"id": name})
+        assert marked["tokens"] == acts["tokens"]
+        assert marked["places"] == pytest.approx(acts["places"])
+    assert explorer.view("highlights", asked | {"ask": "keys", "id": "3"}) == {"samples": {}}
+    assert Explorer(digits).view("highlights", {"query": "0", "id": "3"}) == {"samples": {}}
+
+
 def test_patches_lie_in_a_grid(patches: Exhibit) -> None:
     explorer = Explorer(patches)
     assert [layer["grid"] for layer in explorer.view("run", {})["layers"]] == [[6, 6], None]
@@ -304,7 +316,7 @@ def test_wrong_exhibits_say_what_is_expected(digits: Exhibit) -> None:
     x = digits.inputs(3)
     with pytest.raises(ReadingError, match="queries need the model"):
         Exhibit(digits.run, x=x)
-    with pytest.raises(ModelMismatchError, match="the model's '0.weight' differs from the run's"):
+    with pytest.raises(ModelMismatchError, match=r"the model's '0\.weight' differs from the run's"):
         Exhibit(digits.run, nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)), x)
     with pytest.raises(ReadingError, match="got 2 queries, but x has 3; give one Query each"):
         Exhibit(digits.run, digits.model, x, [Query("one"), Query("two")])

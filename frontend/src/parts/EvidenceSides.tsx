@@ -15,7 +15,7 @@ const TITLES: Record<SideName, string> = { for: "For", against: "Against" }
 /** The evidence for and against, side by side and drawn to one scale. */
 export function EvidenceSides({ answer }: { answer: Answer }) {
   const { asked, source } = usePane()
-  const { sides } = answer
+  const sides = useHighlighted(answer)
   const scale = new Scale([...sides.for.samples, ...sides.against.samples].map((one) => one.value))
   return (
     <Section
@@ -33,6 +33,22 @@ export function EvidenceSides({ answer }: { answer: Answer }) {
       </div>
     </Section>
   )
+}
+
+/** The texts of the samples that are shown, with what each of their words adds. */
+function useHighlighted({ sides, layer }: Answer): Answer["sides"] {
+  const { asked, run, source } = usePane()
+  const shown = [...sides.for.samples, ...sides.against.samples]
+  const textual = shown.some((one) => one.preview?.kind === "text")
+  const placed = run.layers.some((one) => one.name === layer && one.places > 1)
+  const wanted = asked.ask === "layer" && textual && placed ? "highlights" : null
+  const id = shown.map((one) => one.id)
+  const { value } = useGet(source, wanted, { ...paramsOf(asked), label: null, span: null, id })
+  const mark = (side: Side): Side => ({
+    ...side,
+    samples: side.samples.map((one) => ({ ...one, ...value?.samples[String(one.id)] })),
+  })
+  return { for: mark(sides.for), against: mark(sides.against) }
 }
 
 interface Props {

@@ -51,13 +51,21 @@ export function Highlighted({ evidence }: { evidence: Evidence }) {
   const { tokens, places } = evidence
   if (!tokens || !places) return <Picture preview={evidence.preview} />
   const largest = Math.max(...places.map(Math.abs))
+  const loose = isLoose(tokens)
   return (
     <span class="picture text">
-      {tokens.map((token, i) => (
+      {tokens.map((token, i) => [
         <span class="token" style={heat(places[i] ?? 0, largest, UNDER_TEXT)}>
           {token}
-        </span>
-      ))}
+        </span>,
+        loose && " ",
+      ])}
     </span>
   )
+}
+
+/** Pieces that are whole words have lost the spaces between them; letters and tokens have not. */
+export function isLoose(tokens: readonly string[]): boolean {
+  const longer = tokens.some((token) => token.length > 1)
+  return longer && tokens.every((token) => token === token.trim())
 }

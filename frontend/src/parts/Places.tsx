@@ -2,6 +2,7 @@ import { Scale } from "../numbers.ts"
 import { placeName } from "../words.ts"
 import { useUnique } from "../unique.ts"
 import { spoken } from "./Amount.tsx"
+import { isLoose } from "./Picture.tsx"
 import { ALONE, heat, UNDER_TEXT } from "./heat.ts"
 
 interface Props {
@@ -22,7 +23,7 @@ export function Places({ amounts, chosen, onChoose, label, tokens, grid, testid 
   const name = useUnique()
   const scale = new Scale(amounts)
   const kind = tokens ? "tokens" : grid ? "grid" : "strip"
-  const loose = tokens?.every((token) => token === token.trim()) ?? false
+  const loose = tokens ? isLoose(tokens) : false
   const columns = grid ? { gridTemplateColumns: `repeat(${grid[1]}, 1fr)` } : undefined
   return (
     <div

@@ -7,6 +7,7 @@ import type {
   Evidence,
   EvidenceList,
   Forgotten,
+  Highlights,
   Id,
   LayerShares,
   Output,
@@ -37,6 +38,7 @@ export class CarriedSource implements Source {
     queries: (params) => this.queries(params),
     answer: (params) => this.answer(params),
     evidence: (params) => this.evidence(params),
+    highlights: (params) => this.highlights(params),
     layers: (params) => this.layers(params),
     acts: (params) => this.acts(params),
     sample: (params) => this.sample(params),
@@ -112,6 +114,14 @@ export class CarriedSource implements Source {
       ({ index }) => label === null || String(this.carried.labels[index]) === label,
     )
     return { total: all.length, samples: page(all, params).map((one) => this.show(one)) }
+  }
+
+  private highlights(params: Params): Highlights {
+    const { sides } = this.kept(params)
+    const marked = [...sides.for.samples, ...sides.against.samples].flatMap(
+      ({ id, tokens, places }) => (tokens && places ? [[String(id), { tokens, places }]] : []),
+    )
+    return { samples: Object.fromEntries(marked) as Highlights["samples"] }
   }
 
   private acts(params: Params): Acts {

@@ -119,17 +119,20 @@ class Reader:
         chosen = replace(question, layer=layer, output=unit, place=place)
         return one, chosen, outputs.numpy()
 
-    def places(self, subject: Subject, question: Question, sample: SampleId) -> Array:
-        """(positions,): what each position of one training sample adds, in this layer."""
-        reading, _, _ = self.reading(subject, question)
+    def places(self, question: Question, chosen: Sequence[SampleId]) -> Array:
+        """(samples, positions): what each position of some training samples adds, in this layer."""
+        reading, _, _ = self.reading(self.exhibit.subject(question.query), question)
         source = reading.source
-        number = int(source.numbers[list(source.ids).index(sample)])
         count = places(source.ledger, source.ledger.info.stream(reading.layer))
+        known = {name: at for at, name in enumerate(source.ids)}
+        rows = torch.full((int(source.numbers.max()) + 1,), len(chosen))
+        rows[source.numbers[[known[name] for name in chosen]]] = torch.arange(len(chosen))
 
         def group(steps: Tensor, samples: Tensor, at: Tensor) -> Tensor:
-            return torch.where(samples == number, at.clamp_max(count - 1), count)
+            return rows[samples] * count + at.clamp_max(count - 1)
 
-        return reading.sums(Grouping(count + 1, group))[:-1, 0]
+        sums = reading.sums(Grouping((len(chosen) + 1) * count, group))[:, 0]
+        return sums.reshape(-1, count)[:-1]
 
     def on_queries(self, count: int) -> tuple[Array, NDArray[np.int64]]:
         """(samples, queries) at the last layer, and the output each query has most of.

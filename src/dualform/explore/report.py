@@ -129,14 +129,16 @@ class Carried:
         asked = given | {"output": str(output)}
         answer = first if output == first["output"] else self._explorer.view("answer", asked)
         key, cells = f"{query}|{ask}|{layer or ''}|{output}", self._cells(asked)
-        yield key, answer | {"cells": cells, "sides": self._sides(answer["sides"])}
+        yield key, answer | {"cells": cells, "sides": self._sides(answer["sides"], asked)}
 
-    def _sides(self, sides: Json) -> Json:
-        """The evidence without pictures, each of which is carried once."""
+    def _sides(self, sides: Json, asked: dict[str, str]) -> Json:
+        """The evidence without pictures, each of which is carried once, and with highlights."""
         for side in sides.values():
             self._show(side["samples"])
+        ids = [str(line["id"]) for side in sides.values() for line in side["samples"]]
+        marked = self._explorer.view("highlights", asked | {"id": ids})["samples"] if ids else {}
         return {
-            name: side | {"samples": [line | {"preview": None} for line in side["samples"]]}
+            name: side | {"samples": [_bare(line, marked) for line in side["samples"]]}
             for name, side in sides.items()
         }
 
@@ -174,3 +176,9 @@ class Carried:
             if left < 0:
                 return
             self._show([line])
+
+
+def _bare(line: Json, marked: Json) -> Json:
+    """A piece of evidence without its picture, but with its text's highlights."""
+    highlights: Json = marked.get(str(line["id"]), {})
+    return line | {"preview": None} | highlights

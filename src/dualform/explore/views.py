@@ -35,6 +35,7 @@ MOST_EFFECTS = 256
 """Over how many queries a training sample's effects are looked for."""
 MOST_LISTED = 500
 MOST_FORGOTTEN = 10_000
+MOST_HIGHLIGHTED = 100
 FORGOTTEN = (
     "Their contributions are taken out of the weights, and nothing is trained again; the estimate "
     "says what training without them would have led to."
@@ -63,6 +64,7 @@ class Explorer:
             "books": self._books,
             "evidence": self._evidence,
             "forget": self._forget,
+            "highlights": self._highlights,
             "layers": self._layers,
             "queries": self._queries,
             "run": self._facts,
@@ -181,32 +183,45 @@ class Explorer:
         sample = self.run.sample_id(given.text("id"))
         at = self._place_of(sample)
         asked_when = found.question.ask in ("layer", "network")
-        where = self._where(found, sample)
+        where = self._where(found, [sample])
         line = self._line(at, float(self._amounts(found, given)[at]))
         preview = line["preview"] or {}
         return {
             **line,
             "timeline": found.cells[at].tolist() if asked_when else None,
-            "places": None if where is None else where.tolist(),
-            "tokens": None if where is None else pieces(preview.get("text", ""), len(where)),
+            "places": None if where is None else where[0].tolist(),
+            "tokens": None if where is None else pieces(preview.get("text", ""), where.shape[1]),
             "grid": None
             if where is None
             else grid(self.run.info.stream(found.question.layer or "")),
         }
 
-    def _where(self, found: Found, sample: SampleId) -> Array | None:
-        """What each position of a sample adds, where the layer has positions."""
+    def _highlights(self, given: Given) -> Json:
+        """What each piece of some samples' texts adds, where there is a position a piece."""
+        found = self._found(given)
+        chosen = [self.run.sample_id(name) for name in given.several("id", MOST_HIGHLIGHTED)]
+        previews = {name: self.run.samples.preview(name) for name in chosen}
+        texts = {name: str(p.data) for name, p in previews.items() if p and p.kind == "text"}
+        where = self._where(found, list(texts)) if texts else None
+        if where is None:
+            return {"samples": {}}
+        cut = {name: pieces(text, where.shape[1]) for name, text in texts.items()}
+        marked = zip(cut.items(), where.tolist(), strict=True)
+        samples = {
+            str(n): {"tokens": cut, "places": amounts} for (n, cut), amounts in marked if cut
+        }
+        return {"samples": samples}
+
+    def _where(self, found: Found, chosen: Sequence[SampleId]) -> Array | None:
+        """(samples, positions): what each position adds, where the layer has positions."""
         question = found.question
         if question.ask != "layer" or question.layer is None:
             return None
         stream = self.run.info.stream(question.layer)
         if places(self.run.source.ledger, stream) < 2:
             return None
-        subject = self.exhibit.subject(question.query)
-        key = ("where", question, sample)
-        found_places: Array = self._kept.get(
-            key, lambda: self.reader.places(subject, question, sample)
-        )
+        key = ("where", question, *chosen)
+        found_places: Array = self._kept.get(key, lambda: self.reader.places(question, chosen))
         return found_places
 
     def _sample(self, given: Given) -> Json:
