@@ -4,27 +4,37 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-long check format bench peers clean
+.PHONY: demo test test-long check format frontend screenshots bench peers clean
 
-demo: $(STAMP)
+demo: frontend
 	$(BIN)/dualform demo
 
 test: check
 	$(BIN)/python -m pytest -q -n 2 -m "not long"
 
-test-long: $(STAMP)
+test-long: frontend
 	$(BIN)/python -m pytest -q -n 2
 
-check: $(STAMP)
+check: frontend
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python hatch_build.py run --silent check
+	$(BIN)/python hatch_build.py run --silent test
 
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python hatch_build.py run --silent format
 
-bench: $(STAMP)
+# The explorer's page; does nothing if it is newer than its sources.
+frontend: $(STAMP)
+	$(BIN)/python hatch_build.py
+
+screenshots: frontend
+	$(BIN)/python -m tests.explore.screenshots docs/images
+
+bench: frontend
 	$(BIN)/python -m benchmarks
 
 # An environment of its own, in .peers: ours and the libraries it is compared with.
@@ -34,11 +44,11 @@ peers:
 	.peers/bin/python -m pip install --quiet --constraint constraints.txt --editable . \
 		--requirement benchmarks/attribution/requirements.txt
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) .peers dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .peers dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis frontend/node_modules src/dualform/explore/assets

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import dualform
 from benchmarks.attribution.data import idx
-from dualform.evaluate import mislabeled, suspicion
+from dualform.evaluate import mislabeled
 from dualform.read import Run
 from dualform.read.scan import Scan
 from dualform.read.scores import Array
@@ -80,7 +80,7 @@ def candidates(run: Run, y: Tensor) -> dict[str, Array]:
     visits = np.bincount(samples)
     last = np.zeros(len(y))
     last[samples] = np.linalg.norm(errors, axis=1) * np.bincount(steps)[steps]
-    found = {f"mean ‖e‖, layer {name}": suspicion(run, name).values[:, 0] for name in run.layers}
+    found = {f"mean ‖e‖, layer {name}": run.suspicion(name).values[:, 0] for name in run.layers}
     found["mean margin (AUM)"] = -np.bincount(samples, margin) / visits
     found["mean loss"] = -np.bincount(samples, np.log(own)) / visits
     found["‖e‖ of the last visit"] = last

@@ -52,7 +52,7 @@ def main() -> None:
         units = torch.arange(QUERIES) % WIDTH
         directions = torch.nn.functional.one_hot(units, WIDTH).double()
         asked = LayerQueries([str(i) for i in range(QUERIES)], queries, torch.zeros(QUERIES, WIDTH))
-        reading = Reading("fc", asked, directions, [""] * QUERIES, run._source)
+        reading = Reading("fc", asked, directions, [""] * QUERIES, run.source)
         keys = torch.cat([block.arrays["fc/keys"][0] for block in blocks]).to(options.device)
         values = torch.cat([block.arrays["fc/values"][0] for block in blocks]).to(options.device)
         plain = in_memory(keys, values, queries.to(options.device), units.to(options.device))

@@ -24,6 +24,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert result.returncode == 0, result.stderr
     assert "100% of trained parameters by row" in result.stdout
     assert "the report is runs/digits.html" in result.stdout
+    opens = "--model dualform.demo:make_model --input runs/digits.npz"
+    assert f"Explore it with: dualform view runs/digits {opens}" in result.stdout
     assert "against" in result.stdout
     return folder
 
@@ -32,7 +34,7 @@ def test_demo_leaves_a_run_and_a_report(demo: Path) -> None:
     page = (demo / "runs/digits.html").read_text(encoding="utf-8")
     assert "Content-Security-Policy" in page
     assert page.count("data:image/png") > 50
-    assert len(page) < 1_000_000
+    assert len(page) < 5_000_000
 
 
 def test_demo_as_json(tmp_path: Path) -> None:
@@ -98,11 +100,14 @@ def test_top_of_a_model_s_inputs(demo: Path) -> None:
 def test_report(demo: Path) -> None:
     result = dualform("report", "runs/digits", "-o", "page.html", cwd=demo)
     assert result.stdout == "Wrote page.html\n"
-    assert "sample 0" in (demo / "page.html").read_text(encoding="utf-8")
+    assert "training sample 0" in (demo / "page.html").read_text(encoding="utf-8")
     asked = ("--sample", "3", "-o", "other.html", "--json")
     assert json.loads(dualform("report", "runs/digits", *asked, cwd=demo).stdout) == {
         "report": "other.html"
     }
+    asked = ("--model", "dualform.demo:make_model", "--input", "runs/digits.npz", "--query", "3")
+    assert dualform("report", "runs/digits", *asked, "-o", "q.html", cwd=demo).returncode == 0
+    assert '"title":"test digit 3"' in (demo / "q.html").read_text(encoding="utf-8")
 
 
 def test_evaluate_retrain_and_lds(tmp_path: Path) -> None:
@@ -153,6 +158,19 @@ def test_evaluate_suspects(demo: Path) -> None:
         (
             ("evaluate", "retrain", "nowhere:f", "--samples", "9", "--folder", "f"),
             "dualform: TASK nowhere:f: No module named 'nowhere'; expected package.module:function",
+        ),
+        (("view", "nothing", "--no-browser"), "dualform: 'nothing' is not a dualform run"),
+        (
+            ("view", "runs/digits", "--model", "dualform.demo:make_model"),
+            "dualform: --model and --input go together: the model, and what it is asked.",
+        ),
+        (
+            ("view", "runs/digits", "--host", "no.such.host.example", "--no-browser"),
+            "dualform: cannot listen on no.such.host.example port 0:",
+        ),
+        (
+            ("report", "runs/digits", "--query", "3", "-o", "page.html"),
+            "dualform: query '3' does not exist; none were given.",
         ),
         (("evaluate", "lds", "no.npy", "no.npz"), "dualform: [Errno 2] No such file or directory"),
         (("evaluate", "suspects", "nothing"), "dualform: 'nothing' is not a dualform run"),

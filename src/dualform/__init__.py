@@ -3,6 +3,7 @@
 __version__ = "0.1.0"
 
 from dualform.errors import DualformError
+from dualform.explore import view
 from dualform.memory import Memory
 from dualform.read import (
     Audit,
@@ -35,4 +36,5 @@ __all__ = [
     "Timeline",
     "open",
     "record",
+    "view",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -14,8 +15,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from dualform.errors import DualformError
-from dualform.explore import Query, write_report
-from dualform.ledger import Preview
+from dualform.explore import Exhibit, Query, write_report
 from dualform.read import Reading, Run, open_run
 from dualform.read.shown import signed
 from dualform.record import Recorder, record
@@ -93,8 +93,18 @@ def choose_queries(model: nn.Module, test: Digits, count: int) -> Tensor:
     return torch.tensor([*wrong.tolist(), *kinds][:count])
 
 
-def run_demo(folder: Path, console: Console, epochs: int = EPOCHS, count: int = 8) -> Path:
-    """Trains, audits, reads a few test digits, and writes the report; returns its path."""
+@dataclass(frozen=True)
+class Demo:
+    """What the demo leaves: something to explore, and where it was written."""
+
+    exhibit: Exhibit
+    report: Path
+    queries: Path
+    """The test digits, for `dualform view --input`."""
+
+
+def run_demo(folder: Path, console: Console, epochs: int = EPOCHS, count: int = 8) -> Demo:
+    """Trains, audits, reads a few test digits, and writes the report."""
     console.print(f"Training a 64-128-10 network on {TRAIN:,} digits, recording every step …")
     model, test = train(folder, epochs)
     run = open_run(folder)
@@ -106,15 +116,19 @@ def run_demo(folder: Path, console: Console, epochs: int = EPOCHS, count: int = 
     reading = run.spotlight(model, test.x[chosen])["2"]
     for at in range(min(3, len(chosen))):
         console.print(_picture(run, reading, at, test, int(chosen[at])), "")
-    queries = [
-        Query(f"test digit {number}", int(test.y[number]), _preview(test.x[number]))
-        for number in chosen.tolist()
-    ]
-    return write_report(run, reading, folder.with_suffix(".html"), queries)
+    return _shown(run, model, test, chosen)
 
 
-def _preview(pixels: Tensor) -> Preview:
-    return Preview("image", (pixels.reshape(8, 8) * 255).round().to(torch.uint8))
+def _shown(run: Run, model: nn.Module, test: Digits, chosen: Tensor) -> Demo:
+    """Writes the test digits, and the report about the chosen ones."""
+    titles = [f"test digit {number}" for number in range(len(test))]
+    labels = test.y.tolist()
+    queries = run.path.with_suffix(".npz")
+    np.savez(queries, x=test.x.numpy(), labels=test.y.numpy(), titles=np.array(titles))
+    shown = [Query(title, label) for title, label in zip(titles, labels, strict=True)]
+    exhibit = Exhibit(run, model, test.x, shown)
+    report = write_report(exhibit, run.path.with_suffix(".html"), list(map(str, chosen.tolist())))
+    return Demo(exhibit, report, queries)
 
 
 def _picture(run: Run, reading: Reading, at: int, test: Digits, number: int) -> Table:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dualform.errors import EvaluationError
-from dualform.evaluate import GroundTruth, Retraining, lds, mislabeled, suspicion
+from dualform.evaluate import GroundTruth, Retraining, lds, mislabeled
 from dualform.evaluate.dattri import dattri_scores, dattri_truth
 from dualform.read import Run, Scores
 from dualform.testing import tiny_run
@@ -70,7 +70,7 @@ def test_a_run_explains_for_quanda() -> None:
     assert classes.compute()["score"] == pytest.approx(float(alike.float().mean()))
 
     given = {"explainer_cls": RunExplainer, "expl_kwargs": {"run": run, "answer": last_layer}}
-    for values, how in ((own, given), (suspicion(run).tensor()[:, 0], {})):
+    for values, how in ((own, given), (run.suspicion().tensor()[:, 0], {})):
         ours = mislabeled(values.numpy(), np.arange(8) < 3)
         how = how or {"precomputed_self_influence": values}
         theirs = MislabelingDetectionMetric(model, data, [0, 1, 2], **how).compute()["curve"]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.errors import UnknownLayerError, UnknownSampleError
-from dualform.evaluate import mislabeled, suspicion
+from dualform.evaluate import mislabeled
 from dualform.read import Run
 
 WIDTHS = (64, 32, 10)
@@ -60,7 +60,7 @@ def test_flipped_digits_are_found(tmp_path: Path, reduction: str) -> None:
     x, y = digits()
     given, flipped = flip(y, 0.1, seed=0)
     run = record(x, given, tmp_path / "run", WIDTHS, 8, reduction)
-    found = mislabeled(suspicion(run), flipped)
+    found = mislabeled(run.suspicion(), flipped)
     assert found.auc > 0.98
     assert found.found(0.15) > 0.95
 
@@ -88,18 +88,18 @@ def test_suspicion_is_the_mean_of_relative_error_sizes(tmp_path: Path) -> None:
         for length in (64, 22)
     }
     expected = [np.mean([size / usual[n] for n, size in rows]) for rows in sizes.values()]
-    np.testing.assert_allclose(suspicion(run).values[:, 0], expected, rtol=1e-5)
+    np.testing.assert_allclose(run.suspicion().values[:, 0], expected, rtol=1e-5)
 
 
 def test_suspicion_as_of_a_step_and_of_a_layer(tmp_path: Path) -> None:
     x, y = digits()
     run = record(x[:128], y[:128], tmp_path / "run", WIDTHS, epochs=2)
-    assert suspicion(run).ids == list(range(128))
-    early = suspicion(run.at(1))
+    assert run.suspicion().ids == list(range(128))
+    early = run.at(1).suspicion()
     assert (early.values > 0).sum() == 64
-    assert not np.allclose(suspicion(run, "0").values, suspicion(run, "2").values)
+    assert not np.allclose(run.suspicion("0").values, run.suspicion("2").values)
     with pytest.raises(UnknownLayerError, match="layer 'fc' is not in this run; it recorded '0'"):
-        suspicion(run, "fc")
+        run.suspicion("fc")
 
 
 def test_a_run_without_rows_knows_no_samples(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_run_without_rows_knows_no_samples(tmp_path: Path) -> None:
     with dualform.record(model, optimizer, tmp_path / "run"):
         pass
     with pytest.raises(UnknownSampleError, match="this run knows no samples"):
-        suspicion(dualform.open(tmp_path / "run"))
+        dualform.open(tmp_path / "run").suspicion()
 
 
 def mnist(folder: Path, samples: int) -> tuple[Tensor, Tensor]:
@@ -128,4 +128,4 @@ def test_flipped_mnist_is_found(tmp_path: Path, seed: int) -> None:
     x, y = mnist(Path(os.environ["DUALFORM_DATA"]) / "mnist", 5000)
     given, flipped = flip(y, 0.1, seed)
     run = record(x, given, tmp_path / "run", (784, 128, 64, 10), epochs=20)
-    assert mislabeled(suspicion(run), flipped).auc > 0.99
+    assert mislabeled(run.suspicion(), flipped).auc > 0.99

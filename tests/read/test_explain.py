@@ -18,7 +18,8 @@ from dualform.read import explain, path, targets
 from dualform.read.explain import Explanation
 from dualform.read.gradients import Gradients
 from dualform.read.grouped import Grouping
-from dualform.read.matrix import Contributions
+from dualform.read.matrix import Contributions, times
+from dualform.read.rowwise import row_sums
 from dualform.read.targets import Asked
 from dualform.read.weights import reconstruct, row_parts
 
@@ -173,9 +174,9 @@ def test_queries_do_not_depend_on_each_other(
 def test_columns_in_small_memory(optimizer: str, by: str, recorded: Make) -> None:
     made = recorded(optimizer)
     groupings = {
-        "sample": Grouping.by_sample(made.run._source.numbers),
+        "sample": Grouping.by_sample(made.run.source.numbers),
         "step": Grouping.by_step(made.run.steps),
-        "position": Grouping.by_position(made.run._source.numbers, 1),
+        "position": Grouping.by_position(made.run.source.numbers, 1),
     }
     assert_columns(made, groupings[by])
 
@@ -186,7 +187,34 @@ def test_columns_of_books_with_several_streams(
     case: str, optimizer: str, recorded_case: Make
 ) -> None:
     made = recorded_case(case, optimizer)
-    assert_columns(made, Grouping.by_sample(made.run._source.numbers))
+    assert_columns(made, Grouping.by_sample(made.run.source.numbers))
+
+
+@pytest.mark.parametrize("optimizer", MANY)
+def test_row_by_row_is_the_product_with_the_matrix(optimizer: str, recorded: Make) -> None:
+    assert_row_by_row(recorded(optimizer))
+
+
+@pytest.mark.parametrize("case", STREAMS)
+@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", "AdamW, amsgrad"])
+def test_row_by_row_for_books_with_several_streams(
+    case: str, optimizer: str, recorded_case: Make
+) -> None:
+    assert_row_by_row(recorded_case(case, optimizer))
+
+
+def assert_row_by_row(made: Any) -> None:
+    """`⟨D, H (a ⊗ b)⟩` summed over a sample's rows is `⟨D, C⟩`, for any direction D."""
+    source, grouping = made.run.source, Grouping.by_sample(made.run.source.numbers)
+    generator = torch.Generator().manual_seed(3)
+    directions = {
+        book.name: torch.randn(2, *book.shape, generator=generator) for book in made.run.info.books
+    }
+    rows = row_sums(source, directions, grouping)
+    matrix = times(Contributions(source.accounting, grouping), directions)
+    assert rows.keys() == matrix.keys()
+    for name, found in rows.items():
+        assert close(found, matrix[name].numpy(), 1e-5), name
 
 
 def assert_columns(made: Any, grouping: Grouping) -> None:

@@ -7,7 +7,8 @@ import sys
 import click
 
 from dualform.cli.evaluations import evaluate
-from dualform.cli.runs import audit, demo, info, report, top
+from dualform.cli.explorer import demo, report, view
+from dualform.cli.runs import audit, info, top
 from dualform.cli.studies import study
 from dualform.cli.whole import explain, influence
 from dualform.errors import DualformError
@@ -20,7 +21,7 @@ def cli(debug: bool) -> None:
     """Every prediction, traced to the training that made it."""
 
 
-for verb in (demo, info, audit, top, report, explain, influence, evaluate, study):
+for verb in (demo, info, audit, top, view, report, explain, influence, evaluate, study):
     cli.add_command(verb)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from dualform.cli.given import as_json, imported, print_json, print_results, run_argument
-from dualform.evaluate import GroundTruth, Retraining, lds, load_scores, suspicion
+from dualform.evaluate import GroundTruth, Retraining, lds, load_scores
 from dualform.read import open_run
 
 
@@ -62,7 +62,7 @@ def evaluate_lds(scores: Path, truth: Path, as_json: bool) -> None:
 @as_json
 def suspects(run: Path, count: int, layer: str | None, as_json: bool) -> None:
     """Rank the samples whose labels are most likely wrong: their errors stayed large."""
-    ranking = suspicion(open_run(run), layer).top(count)
+    ranking = open_run(run).suspicion(layer).top(count)
     if as_json:
         print_json([{"id": r.id, "label": r.label, "suspicion": r.value} for r in ranking.rows])
     else:

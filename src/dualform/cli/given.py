@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from torch import nn
 
 from dualform.errors import ReadingError
-from dualform.ledger.samples import SampleId
+from dualform.explore import Exhibit, Query
 from dualform.read import Ranking, Run
 
 run_argument = click.argument("run", type=click.Path(path_type=Path))
@@ -24,18 +25,50 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON inste
 
 def asked_of(run: Run, model: str, inputs: Path) -> tuple[nn.Module, torch.Tensor]:
     """The model with the run's weights, and what it is called with."""
+    return _trained(run, model), torch.from_numpy(_arrays(inputs)["x"])
+
+
+def given_queries(run: Run, model: str | None, inputs: Path | None, encode: str | None) -> Exhibit:
+    """What there is to look at: the run alone, or with the model and its queries."""
+    if model is None or inputs is None:
+        if model is not None or inputs is not None:
+            raise ReadingError("--model and --input go together: the model, and what it is asked.")
+        return Exhibit(run)
+    arrays = _arrays(inputs)
+    encoder = None if encode is None else imported("--encode", encode)
+    shown = _shown(arrays, inputs)
+    return Exhibit(run, _trained(run, model), torch.from_numpy(arrays["x"]), shown, encoder)
+
+
+def _shown(arrays: Mapping[str, np.ndarray[Any, Any]], inputs: Path) -> list[Query]:
+    count, stem = len(arrays["x"]), inputs.stem
+    titles = arrays.get("titles", np.array([f"{stem} {at}" for at in range(count)])).tolist()
+    labels = arrays["labels"].tolist() if "labels" in arrays else [None] * count
+    if not len(titles) == len(labels) == count:
+        raise ReadingError(
+            f"--input {inputs}: {count} queries, {len(labels)} labels and {len(titles)} titles; "
+            "give one each."
+        )
+    return [Query(str(title), label) for title, label in zip(titles, labels, strict=True)]
+
+
+def _arrays(inputs: Path) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays of a file: one, called x, or several by their names."""
+    try:
+        loaded = np.load(inputs, allow_pickle=False)
+        arrays = {"x": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+        torch.from_numpy(arrays["x"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ReadingError(
+            f"--input {inputs}: {error}; expected an array as .npy, or .npz with one called x."
+        ) from error
+    return arrays
+
+
+def _trained(run: Run, model: str) -> nn.Module:
     built = _build(model)
     built.load_state_dict(run.state_dict(), strict=False)
-    try:
-        return built.eval(), torch.from_numpy(np.load(inputs, allow_pickle=False))
-    except (ValueError, TypeError) as error:
-        raise ReadingError(f"--input {inputs}: {error}; expected an array as .npy.") from error
-
-
-def known_id(run: Run, name: str) -> SampleId:
-    """The id as the run knows it: an integer where its ids are integers."""
-    is_number = name.removeprefix("-").isdecimal()
-    return int(name) if is_number and run.ids and isinstance(run.ids[0], int) else name
+    return built.eval()
 
 
 def _build(model: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Verbs about a run: `demo`, `info`, `audit`, `top`, `report`."""
+"""Verbs about a run: `info`, `audit`, `top`."""
 
 from __future__ import annotations
 
@@ -7,35 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from dualform.cli.given import (
     as_json,
     asked_of,
     both_ways,
-    known_id,
     print_json,
     print_results,
     run_argument,
 )
-from dualform.demo import EPOCHS, run_demo
 from dualform.errors import DualformError, ReadingError
-from dualform.explore import Query, write_report
 from dualform.read import Reading, Run, Spotlight, open_run
-
-
-@click.command()
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/digits"))
-@click.option("--epochs", type=click.IntRange(1), default=EPOCHS, show_default=True)
-@as_json
-def demo(out: Path, epochs: int, as_json: bool) -> None:
-    """Train on digits with recording, audit, read test digits, and write a report."""
-    page = run_demo(out, Console(quiet=as_json), epochs)
-    if as_json:
-        print_json({"run": str(out), "report": str(page), "audit": open_run(out).audit().to_dict()})
-    else:
-        click.echo(f"The run is in {out}; the report is {page}: open it in a browser.")
-        click.echo(f"Go on with: dualform top {out} --sample 0, or dualform audit {out}")
 
 
 @click.command()
@@ -107,21 +89,6 @@ def top(run: Path, count: int, as_json: bool, **asked: Any) -> None:
         print_results(reading, best, worst)
 
 
-@click.command()
-@run_argument
-@question
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True)
-@as_json
-def report(run: Path, out: Path, as_json: bool, **asked: Any) -> None:
-    """Write a self-contained page about some queries (default: a sample of each label)."""
-    opened = open_run(run)
-    if not asked["samples"] and not asked["model"]:
-        asked["samples"] = _one_of_each(opened)
-    reading = _reading(opened, **asked)
-    page = write_report(opened, reading, out, _shown(opened, reading, asked["samples"]))
-    print_json({"report": str(page)}) if as_json else click.echo(f"Wrote {page}")
-
-
 def _reading(
     run: Run,
     samples: Sequence[str],
@@ -143,24 +110,7 @@ def _spotlight(
     run: Run, samples: Sequence[str], model: str | None, inputs: Path | None, output: int | None
 ) -> Spotlight:
     if model is None:
-        return run.revisit([known_id(run, name) for name in samples], output)
+        return run.revisit([run.sample_id(name) for name in samples], output)
     if inputs is None:
         raise ReadingError("--model needs --input x.npy: what to call the model with.")
     return run.spotlight(*asked_of(run, model, inputs), output)
-
-
-def _one_of_each(run: Run) -> list[str]:
-    """The first sample of each label, or the first eight samples."""
-    labels = run.samples.labels
-    first = {labels[name]: name for name in reversed(run.ids) if name in labels}
-    chosen = [first[label] for label in sorted(first, key=str)] or run.ids[:8]
-    return [str(name) for name in chosen[:12]]
-
-
-def _shown(run: Run, reading: Reading, samples: Sequence[str]) -> list[Query]:
-    """What the report shows of training samples; nothing but names for other queries."""
-    ids = [known_id(run, name) for name in samples]
-    if len(ids) != len(reading.names):
-        return []
-    labels = run.samples.labels
-    return [Query(f"sample {name}", labels.get(name), run.samples.preview(name)) for name in ids]

@@ -14,7 +14,6 @@ The ground truth is retraining without some of the samples: nothing in a run can
 from dualform.evaluate.datamodeling import LDS, lds
 from dualform.evaluate.detection import Detection, mislabeled
 from dualform.evaluate.given import load_scores
-from dualform.evaluate.labels import suspicion
 from dualform.evaluate.ranks import RankCorrelation, rank_correlation, spearman
 from dualform.evaluate.removal import Brittleness, brittleness
 from dualform.evaluate.retraining import Retraining
@@ -36,5 +35,4 @@ __all__ = [
     "mislabeled",
     "rank_correlation",
     "spearman",
-    "suspicion",
 ]

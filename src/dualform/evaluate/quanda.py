@@ -37,7 +37,7 @@ class RunExplainer(Explainer):
     ```
 
     Its `self_influence` is the answer about each training sample, for itself. To find mislabeled
-    ones, `suspicion(run)` is better and faster: `MislabelingDetectionMetric` takes it as
+    ones, `run.suspicion()` is better and faster: `MislabelingDetectionMetric` takes it as
     `precomputed_self_influence`.
 
     Args:

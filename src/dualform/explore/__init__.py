@@ -1,6 +1,8 @@
-"""Showing what was read: a report that is one file and needs nothing else."""
+"""Showing what was read: one front end in a browser, in a file, and in a notebook."""
 
+from dualform.explore.exhibit import Exhibit, Query
 from dualform.explore.report import write_report
-from dualform.explore.sections import Query
+from dualform.explore.show import view
+from dualform.explore.views import Explorer
 
-__all__ = ["Query", "write_report"]
+__all__ = ["Exhibit", "Explorer", "Query", "view", "write_report"]

@@ -1,11 +1,10 @@
-"""Previews as pictures: images as inline PNG, numbers as a small curve, texts as they are."""
+"""Previews as a page can show them: images as inline PNG, numbers as a curve, texts as they are."""
 
 from __future__ import annotations
 
 import struct
 import zlib
 from base64 import b64encode
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,32 +12,19 @@ import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
-from dualform.explore.amounts import Scale, shorten
-from dualform.explore.figures import FIELD, Frame, spread, staircase
 from dualform.ledger.samples import Preview
 
 LONGEST_TEXT = 600
 CRISP = 64
 """Images up to this many pixels a side are shown with hard edges."""
-BARS = 64
+MOST_NUMBERS = 64
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A preview, ready for the page. `text` is what it says, or says of a picture."""
+def picture(preview: Preview | None, whose: str) -> dict[str, Any] | None:
+    """What to show of a preview, as JSON; None where there is nothing.
 
-    kind: str
-    text: str
-    source: str = ""
-    crisp: bool = False
-    bars: str = ""
-
-
-def picture(preview: Preview | None, whose: str) -> Picture | None:
-    """What to show of a preview; None where there is nothing.
-
-    >>> picture(Preview("text", "a film I liked"), "review 3").text
-    'a film I liked'
+    >>> picture(Preview("text", "a film I liked"), "review 3")
+    {'kind': 'text', 'text': 'a film I liked'}
     """
     if preview is None:
         return None
@@ -47,14 +33,14 @@ def picture(preview: Preview | None, whose: str) -> Picture | None:
     if preview.kind == "numbers":
         return _numbers(torch.as_tensor(preview.data).double().flatten())
     if preview.kind == "text":
-        return Picture("text", shorten(preview.data, LONGEST_TEXT))
+        return {"kind": "text", "text": shorten(preview.data, LONGEST_TEXT)}
     raise ReadingError(
         f"the preview of {whose} is of kind {preview.kind!r}; previews are of kind 'image', "
         "'text' or 'numbers'."
     )
 
 
-def _image(data: Any, whose: str) -> Picture:
+def _image(data: Any, whose: str) -> dict[str, Any]:
     if not _is_image(data):
         tensor = isinstance(data, Tensor)
         given = f"{data.dtype} {tuple(data.shape)}" if tensor else type(data).__name__
@@ -62,8 +48,10 @@ def _image(data: Any, whose: str) -> Picture:
             f"the image preview of {whose} is {given}; expected a torch.uint8 tensor of shape "
             "(height, width) or (height, width, 3): scale to 0..255 and call .to(torch.uint8)."
         )
+    height, width = data.shape[:2]
     source = "data:image/png;base64," + b64encode(png(data)).decode()
-    return Picture("image", f"preview of {whose}", source, max(data.shape[:2]) <= CRISP)
+    crisp = max(height, width) <= CRISP
+    return {"kind": "image", "source": source, "crisp": crisp, "width": width, "height": height}
 
 
 def _is_image(data: Any) -> bool:
@@ -72,15 +60,21 @@ def _is_image(data: Any) -> bool:
     return data.ndim == 2 or (data.ndim == 3 and data.shape[2] == 3)
 
 
-def _numbers(values: Tensor) -> Picture | None:
-    heights = values.nan_to_num().numpy()
-    if not len(heights):
+def _numbers(values: Tensor) -> dict[str, Any] | None:
+    if not len(values):
         return None
-    bars = heights[spread(len(heights), BARS)]
-    path = staircase(bars, np.linspace(0, FIELD, len(bars) + 1), Frame.around(bars, 0, 1))
-    scale = Scale(heights[:12])
-    listed = ", ".join(scale.plain(float(value)).text for value in heights[:12])
-    return Picture("numbers", listed + (", …" if len(heights) > 12 else ""), bars=path)
+    chosen = np.linspace(0, len(values) - 1, min(len(values), MOST_NUMBERS)).round().astype(int)
+    return {"kind": "numbers", "values": values.nan_to_num()[chosen].tolist()}
+
+
+def shorten(text: object, length: int) -> str:
+    """At most `length` characters of it, on one line, and none that cannot be written as UTF-8.
+
+    >>> shorten("a stranger's label", 10)
+    'a strange…'
+    """
+    line = " ".join(str(text).split()).encode("utf-8", "replace").decode()
+    return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def png(pixels: Tensor) -> bytes:

@@ -1,132 +1,184 @@
-"""The report: one HTML file that opens from disk, runs no script and cannot call out."""
+"""The report: the explorer in one HTML file, with the answers to some queries inside."""
 
 from __future__ import annotations
 
-import math
 import os
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
-from hashlib import sha256
-from importlib.resources import files
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+import numpy as np
 
 from dualform.errors import ReadingError
-from dualform.explore.amounts import shorten
-from dualform.explore.figures import BLOCK_POINTS, LINE_POINTS
-from dualform.explore.sections import LONGEST_NAME, Query, Sections
+from dualform.explore.exhibit import Exhibit, plain_label
+from dualform.explore.page import carried_page
+from dualform.explore.views import Explorer, Json
 from dualform.ledger.format import write_durably
-from dualform.read import Audit, Reading, Run
+
+MOST_QUERIES = 24
+ALTERNATIVES = {"layer": 3, "network": 2}
+"""How many outputs of a query can be asked about; otherwise one."""
+CELL_BYTES = 1_800_000
+"""How much of a report may be amounts by sample and time."""
+PREVIEW_BYTES = 600_000
+PAGES = 48
+"""How many training samples have a page of their own."""
+EFFECTS = 4
+"""How many queries such a page names on either side."""
 
 
 def write_report(
-    run: Run, reading: Reading, path: str | os.PathLike[str], queries: Sequence[Query] = ()
+    exhibit: Exhibit, path: str | os.PathLike[str], queries: Sequence[str] | None = None
 ) -> Path:
-    """Writes what a layer's outputs are made of as one self-contained HTML file.
+    """Writes the explorer and the answers to some queries as one file that needs nothing else.
 
-    >>> import tempfile, torch, dualform
-    >>> from dualform.explore import Query, write_report
-    >>> folder = tempfile.mkdtemp()
-    >>> model = torch.nn.Linear(3, 2)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> with dualform.record(model, optimizer, folder + "/run") as recorder:
-    ...     model(torch.randn(4, 3)).square().mean().backward()
-    ...     optimizer.step()
-    >>> run = dualform.open(folder + "/run")
-    >>> reading = run.spotlight(model, torch.randn(1, 3))["model"]
-    >>> write_report(run, reading, folder + "/report.html", [Query("a random input")]).name
+    >>> import tempfile
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> write_report(Exhibit(run, model, x[:2]), tempfile.mkdtemp() + "/report.html").name
     'report.html'
 
     Args:
-        reading: one layer of a spotlight of this run; of the last layer, outputs are classes.
-        path: the file to write; folders on the way are made.
-        queries: a title, and if known a label and a preview, for each query of the reading.
+        queries: as in a URL: "0" for the first, "sample:7" for a training sample. By default the
+            first of those given, or else a training sample of each label.
     """
     target = Path(path)
-    _check(run, reading, target, queries)
-    page = _render(run, reading, queries)
+    if target.is_dir():
+        raise ReadingError(f"'{target}' is a folder; give a file, such as '{target}/report.html'.")
+    carried = Carried(Explorer(exhibit), list(queries or usual_queries(exhibit))).content()
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(target, page)
+    write_durably(target, carried_page(f"dualform · {carried['run']['name']}", carried))
     return target
 
 
-def _check(run: Run, reading: Reading, target: Path, queries: Sequence[Query]) -> None:
-    source, asked = reading.source, len(reading.names)
-    if (source.ledger.path.resolve(), source.until) != (run.path.resolve(), run.steps):
-        raise ReadingError(
-            f"the reading is of run '{source.ledger.path}' at step {source.until}, the report of "
-            f"run '{run.path}' at step {run.steps}; give the run the reading came from."
-        )
-    if queries and len(queries) != asked:
-        raise ReadingError(
-            f"write_report got {len(queries)} queries, but the reading of layer "
-            f"'{reading.layer}' has {asked}; give one Query each, or none at all."
-        )
-    if not asked:
-        raise ReadingError("the reading has no queries: there is nothing to report.")
-    if target.is_dir():
-        raise ReadingError(f"'{target}' is a folder; give a file, such as '{target}/report.html'.")
+def usual_queries(exhibit: Exhibit) -> list[str]:
+    """The first queries that were given, or a training sample of each label."""
+    if len(exhibit):
+        return [str(at) for at in range(min(len(exhibit), MOST_QUERIES))]
+    labels = exhibit.run.samples.labels
+    first = {plain_label(labels.get(name)): name for name in reversed(exhibit.run.ids)}
+    several = [first[label] for label in sorted(first, key=str)]
+    chosen = several if len(several) > 1 else exhibit.run.ids[:8]
+    return [f"sample:{name}" for name in chosen[:MOST_QUERIES]]
 
 
-def _render(run: Run, reading: Reading, queries: Sequence[Query]) -> str:
-    environment = Environment(
-        loader=PackageLoader("dualform.explore"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    style = files("dualform.explore").joinpath("templates/report.css").read_text("utf-8")
-    sections = Sections(run, reading, queries)
-    audit = run.audit()
-    page = environment.get_template("report.html").render(
-        style=style,
-        style_hash=b64encode(sha256(style.encode()).digest()).decode(),
-        run_name=run.path.resolve().name,
-        layer=reading.layer,
-        sections=[sections.section(at) for at in range(len(sections))],
-        labeled=sections.labeled,
-        classes=sections.outputs_are_classes,
-        samples=len(run.ids),
-        audit=audit,
-        remainder=_remainder(audit.remainder),
-        books=[(book, _remainder(book.remainder)) for book in audit.books],
-        facts=_facts(run, audit),
-        block_points=BLOCK_POINTS,
-        line_points=LINE_POINTS,
-    )
-    # Half of a surrogate pair, which JSON can smuggle into a label, cannot be written as UTF-8.
-    return page.encode("utf-8", "replace").decode("utf-8")
+class Carried:
+    """What a report carries, in the shape that the front end reads; see docs/explorer-api.md."""
+
+    def __init__(self, explorer: Explorer, queries: Sequence[str]) -> None:
+        self._explorer, self._queries = explorer, queries
+        self._run = explorer.run
+        self._left = CELL_BYTES
+        self._shown: dict[str, Json] = {}
+        """Previews of the samples that are shown somewhere."""
+
+    def content(self) -> Json:
+        """Everything, as JSON."""
+        answers = dict(self._answers())
+        suspects = self._explorer.view("suspects", {"limit": "50"})
+        self._show(suspects["samples"])
+        suspects["samples"] = [line | {"preview": None} for line in suspects["samples"]]
+        pages = {name: self._page(name) for name in list(self._shown)[:PAGES]}
+        ids, labels = self._run.ids, self._run.samples.labels
+        self._show_all()
+        return {
+            "run": self._explorer.view("run", {})
+            | {"carried": True, "queries": len(self._queries)},
+            "books": self._explorer.view("books", {}),
+            "suspects": suspects,
+            "ids": ids,
+            "labels": [plain_label(labels.get(name)) for name in ids],
+            "queries": [self._card(query) for query in self._queries],
+            "answers": answers,
+            "layers": dict(self._layers()),
+            "samples": pages,
+            "previews": self._shown,
+        }
+
+    def _card(self, query: str) -> Json:
+        exhibit = self._explorer.exhibit
+        return exhibit.card(exhibit.subject(query))
+
+    def _answers(self) -> Iterator[tuple[str, Json]]:
+        """Every question to every query; the first ones, which people ask first, with cells."""
+        last = (None, self._run.layers[-1])
+        for rank in range(max(ALTERNATIVES.values())):
+            for ask, layer in self._asked():
+                if rank < (ALTERNATIVES.get(ask, 1) if layer in last else 1):
+                    for query in self._queries:
+                        yield from self._answer(query, ask, layer, rank)
+
+    def _asked(self) -> list[tuple[str, str | None]]:
+        """The questions, in the order in which they may take up room."""
+        layers = self._run.layers
+        whole = [("network", None), ("removed", None)] if self._explorer.exhibit.model else []
+        own = [("layer", layer) for layer in [*layers[-1:], *layers[:-1]]]
+        return [*own[:1], *whole, *own[1:], ("keys", layers[-1])]
+
+    def _answer(
+        self, query: str, ask: str, layer: str | None, rank: int
+    ) -> Iterator[tuple[str, Json]]:
+        """The answer about the output of a rank among the query's outputs, if there is one."""
+        if ask in ("network", "removed") and query.startswith("sample:"):
+            return
+        given = {"query": query, "ask": ask, "layer": layer or ""}
+        first = self._explorer.view("answer", given)
+        if rank >= len(first["outputs"]):
+            return
+        output = first["outputs"][rank]["output"]
+        asked = given | {"output": str(output)}
+        answer = first if output == first["output"] else self._explorer.view("answer", asked)
+        key, cells = f"{query}|{ask}|{layer or ''}|{output}", self._cells(asked)
+        yield key, answer | {"cells": cells, "sides": self._sides(answer["sides"], asked)}
+
+    def _sides(self, sides: Json, asked: dict[str, str]) -> Json:
+        """The evidence without pictures, each of which is carried once, and with highlights."""
+        for side in sides.values():
+            self._show(side["samples"])
+        ids = [str(line["id"]) for side in sides.values() for line in side["samples"]]
+        marked = self._explorer.view("highlights", asked | {"id": ids})["samples"] if ids else {}
+        return {
+            name: side | {"samples": [_bare(line, marked) for line in side["samples"]]}
+            for name, side in sides.items()
+        }
+
+    def _cells(self, asked: dict[str, str]) -> str | None:
+        """Amounts by sample and bin, as long as there is room for them."""
+        cells = self._explorer.found(asked).cells.astype("<f4")
+        if cells.nbytes > self._left:
+            return None
+        self._left -= cells.nbytes
+        return b64encode(np.ascontiguousarray(cells).tobytes()).decode()
+
+    def _layers(self) -> Iterator[tuple[str, Json]]:
+        if self._explorer.exhibit.model is None:
+            return
+        for query in self._queries:
+            if not query.startswith("sample:"):
+                found = self._explorer.view("layers", {"query": query})
+                yield f"{query}|{found['output']}", found
+
+    def _page(self, sample: str) -> Json:
+        page = self._explorer.view("sample", {"id": sample})
+        return page | {side: page[side][:EFFECTS] for side in ("helps", "hurts")}
+
+    def _show(self, lines: Sequence[Json]) -> None:
+        for line in lines:
+            if line["preview"] is not None:
+                self._shown.setdefault(str(line["id"]), line["preview"])
+
+    def _show_all(self) -> None:
+        """The other samples' previews, as long as there is room."""
+        left = PREVIEW_BYTES
+        for at, name in enumerate(self._run.ids):
+            line = self._explorer.line(at)
+            left -= len(str(line["preview"])) if str(name) not in self._shown else 0
+            if left < 0:
+                return
+            self._show([line])
 
 
-def _remainder(value: float) -> str:
-    return "not measured" if math.isnan(value) else f"{value:.1e}"
-
-
-def _facts(run: Run, audit: Audit) -> dict[str, str]:
-    """What was recorded, and how; nothing that tells of the machine."""
-    metadata = run.info.metadata
-    settings = metadata.get("settings", [])
-    groups = [_listed(group) for group in settings] if isinstance(settings, list) else []
-    return {
-        "Run": run.path.resolve().name,
-        "Optimizer": shorten(metadata.get("optimizer", "unknown"), LONGEST_NAME),
-        "Settings at the start": "; ".join(dict.fromkeys(groups)) or "unknown",
-        "Steps": f"{run.steps:,}",
-        "Samples": f"{len(run.ids):,}",
-        "Recorded": f"{audit.bytes / 1e6:,.1f} MB",
-        "Versions": _listed(metadata.get("versions")) or "unknown",
-        "Created": shorten(metadata.get("created", "unknown"), LONGEST_NAME),
-    }
-
-
-def _listed(pairs: Any) -> str:
-    """Names and values in one line; switches that are off are left out."""
-    if not isinstance(pairs, Mapping):
-        return ""
-    shown = {
-        name: value for name, value in pairs.items() if value is not None and value is not False
-    }
-    return ", ".join(f"{shorten(n, 30)} {shorten(v, 30)}" for n, v in shown.items())
+def _bare(line: Json, marked: Json) -> Json:
+    """A piece of evidence without its picture, but with its text's highlights."""
+    highlights: Json = marked.get(str(line["id"]), {})
+    return line | {"preview": None} | highlights

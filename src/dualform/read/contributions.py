@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger
 from dualform.ledger.samples import Label, SampleId
-from dualform.memory.blocks import as_matrix
+from dualform.memory.blocks import Bilinear, Functional, as_matrix
 from dualform.read.coefficients import Accounting, Span
 from dualform.read.questions import functional, through
 from dualform.read.scan import Chunk, Scan, row_sides
@@ -70,25 +70,27 @@ class LayerRows:
                 fed = [book for book in self._books if stream.name in book.terms]
                 scan = Scan(source.ledger, stream, span.last, source.device, span.first)
                 for chunk in scan if fed else ():
-                    parts = [self._part(chunk, book, span) for book in fed]
+                    parts = [answers(chunk, b, span, self._questions[b.name]) for b in fed]
                     yield chunk, functools.reduce(torch.Tensor.add_, parts)
-
-    def _part(self, chunk: Chunk, book: Book, span: Span) -> Tensor:
-        term, question = book.terms[chunk.stream.name], self._questions[book.name]
-        sides, coefficients = row_sides(chunk, term), span.coefficients[book.name]
-        if isinstance(coefficients, Tensor):
-            found = question.of(sides)
-            return found.mul_(coefficients[chunk.steps].to(found)[:, None])
-        part = chunk.values.new_zeros(len(chunk.keys), len(question), dtype=torch.float64)
-        wide = sides.double()  # what is divided by small gradients needs the digits
-        for step, rows in chunk.by_step():
-            if step in coefficients:
-                part[rows] = through(question, coefficients[step], term).of(wide[rows])
-        return part
 
     def sample_index(self, chunk: Chunk) -> Tensor:
         """Each row's sample as a position in `source.ids`."""
         return torch.searchsorted(self.source.numbers.to(chunk.samples.device), chunk.samples)
+
+
+def answers(chunk: Chunk, book: Book, span: Span, question: Functional | Bilinear) -> Tensor:
+    """(rows, questions): what rows answer about one parameter, as the optimizer made them count."""
+    term, coefficients = book.terms[chunk.stream.name], span.coefficients[book.name]
+    sides = row_sides(chunk, term)
+    if isinstance(coefficients, Tensor):
+        found = question.of(sides)
+        return found.mul_(coefficients[chunk.steps].to(found)[:, None])
+    part = chunk.values.new_zeros(len(chunk.keys), len(question), dtype=torch.float64)
+    wide = sides.double()  # what is divided by small gradients needs the digits
+    for step, rows in chunk.by_step():
+        if step in coefficients:
+            part[rows] = through(question, coefficients[step], term).of(wide[rows])
+    return part
 
 
 def _units(directions: Tensor) -> Tensor | None:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,9 +19,11 @@ from dualform.errors import ReadingError
 from dualform.ledger import Book
 from dualform.ledger.samples import SampleId
 from dualform.read.contributions import Source
-from dualform.read.grouped import Grouping, Records
+from dualform.read.grouped import Grouping
 from dualform.read.matrix import Contributions, times
 from dualform.read.path import LineGradients, along_line
+from dualform.read.rowwise import row_sums
+from dualform.read.scan import places
 from dualform.read.scores import Array, Check, Scores
 from dualform.read.targets import Asked, Target
 from dualform.read.timeline import Timeline, make_timeline
@@ -29,18 +31,30 @@ from dualform.read.weights import initial_part, step_part
 
 QUERY_BYTES = 512 << 20
 """How large the averaged gradients of the queries may be that share a scan."""
+TOLERANCE = 1e-3
+"""How much of the output's change the integration may miss."""
 
 
 @dataclass(frozen=True)
 class Questions:
     """What some queries ask of every parameter: their averaged gradients, and where from."""
 
-    directions: Mapping[str, Tensor]
-    """(queries, *shape) for each book."""
+    names: Sequence[str]
+    line: LineGradients
     source: Source
 
+    @property
+    def directions(self) -> Mapping[str, Tensor]:
+        """(queries, *shape) for each book."""
+        return self.line.directions
+
     def sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> dict[str, Array]:
-        """(groups, queries) for each book: what the rows of each group contributed."""
+        """(groups, queries) for each book: what the rows of each group contributed.
+
+        Row by row, a query costs as much as building the matrix that all queries share.
+        """
+        if len(next(iter(self.directions.values()))) == 1:
+            return row_sums(self.source, self.directions, grouping, books)
         matrix = Contributions(self.source.accounting, grouping, books)
         found = times(matrix, self.directions)
         return {name: part.numpy() for name, part in found.items()}
@@ -58,6 +72,14 @@ class Questions:
         ]
         total: Array = torch.stack(shares).sum(0).numpy()
         return total
+
+    def check(self, evidence: Array) -> Check:
+        """How the parts add up, where the rows' contributions sum to `evidence` (queries,)."""
+        accounting, kept = self.source.accounting, self.source.ledger.weights(0)
+        faded = self.applied(lambda book: initial_part(accounting, book) - kept[book.name].double())
+        initial, total = self.line.initial.numpy() + faded, self.line.final.numpy()
+        steps = self.applied(lambda book: step_part(accounting, book))
+        return Check(initial, evidence, steps, total - initial - steps - evidence, total)
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,10 +125,7 @@ class Explanation(Scores):
     @property
     def by_layer(self) -> Scores:
         """What each layer's parameters contributed: layers × queries."""
-        shares: dict[str, Array] = {}
-        for name, share in self.books.items():
-            layer = _layer(name)
-            shares[layer] = shares[layer] + share if layer in shares else share
+        shares = by_layer(self.books)
         values = np.array(list(shares.values())).reshape(len(shares), len(self.queries))
         return Scores(list(shares), values, self.queries, self.check, {}, "contributions by layer")
 
@@ -118,23 +137,30 @@ class Explanation(Scores):
     def timeline(self, by: str = "step") -> Timeline:
         """Contributions summed by "step" or by "epoch"."""
         until = self._source.until
-        steps = self._sums(Grouping.by_step(until))[1:]
+        steps = self.sums(Grouping.by_step(until))[1:]
         return make_timeline(self._source.ledger, steps, by, self.queries, self.check)
+
+    def sums(self, grouping: Grouping, layer: str | None = None) -> Array:
+        """(groups, queries): contributions summed over the rows of each group; one scan.
+
+        Args:
+            layer: the one whose parameters are looked at; by default all of them.
+        """
+        books = None if layer is None else self._books_of(layer)
+        parts = [asked.total(asked.sums(grouping, books), grouping) for asked in self.questions]
+        return np.concatenate(parts, 1)
 
     def layer(self, name: str) -> Scores:
         """The samples' contributions through one layer's parameters only."""
-        books = self._books_of(name)
-        grouping = Grouping.by_sample(self._source.numbers)
-        values = self._sums(grouping, books)
+        values = self.sums(Grouping.by_sample(self._source.numbers), name)
         return Scores(self.ids, values, self.queries, None, self.labels, f"contributions of {name}")
 
     def positions(self, name: str) -> Scores:
         """Contributions through one layer by sample and position: tokens, patches, time steps."""
-        books, source = self._books_of(name), self._source
-        streams = {s: source.ledger.info.stream(s) for book in books for s in book.terms}
-        records = [Records(source.ledger, stream, source.until) for stream in streams.values()]
-        most = max(int(r.positions.max()) * r.each + r.each for r in records if len(r))
-        values = self._sums(Grouping.by_position(source.numbers, most), books)
+        source = self._source
+        streams = {stream for book in self._books_of(name) for stream in book.terms}
+        most = max(places(source.ledger, source.ledger.info.stream(stream)) for stream in streams)
+        values = self.sums(Grouping.by_position(source.numbers, most), name)
         ids: list[SampleId] = [f"{sample}[{at}]" for sample in self.ids for at in range(most)]
         own = [self.labels.get(sample) for sample in self.ids for _ in range(most)]
         labels = {name: label for name, label in zip(ids, own, strict=True) if label is not None}
@@ -166,11 +192,14 @@ class Explanation(Scores):
             )
         return books
 
-    def _sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> Array:
-        """(groups, queries): what the rows of each group contributed, over some books."""
-        return np.concatenate(
-            [q.total(q.sums(grouping, books), grouping) for q in self.questions], 1
-        )
+
+def by_layer(books: Mapping[str, Array]) -> dict[str, Array]:
+    """Something of each book, summed by layer."""
+    found: dict[str, Array] = {}
+    for name, share in books.items():
+        layer = _layer(name)
+        found[layer] = found[layer] + share if layer in found else share
+    return found
 
 
 def _layer(book: str) -> str:
@@ -182,15 +211,20 @@ def make_explanation(
     model: nn.Module, x: Any, target: Target, source: Source, tolerance: float
 ) -> Explanation:
     """Asks for averaged gradients, then for what the rows say to them; batch by batch."""
+    return _joined([_explained(some) for some in ask_all(model, x, target, source, tolerance)])
+
+
+def ask_all(
+    model: nn.Module, x: Any, target: Target, source: Source, tolerance: float = TOLERANCE
+) -> Iterator[Questions]:
+    """What the queries ask of every parameter, in batches that share a scan."""
     if not 0 < tolerance < 1:
         raise ReadingError(f"tolerance={tolerance}: give a share between 0 and 1, such as 1e-3.")
     asked = Asked(model, x, target)
     first, last = ends(model, source)
-    parts = [
-        _explained(asked, first, last, batch, source, tolerance)
-        for batch in query_batches(asked, source)
-    ]
-    return _joined(parts, asked)
+    for batch in query_batches(asked, source):
+        line = along_line(asked, first, last, batch, tolerance)
+        yield Questions([asked.names[query] for query in batch], line, source)
 
 
 def query_batches(asked: Asked, source: Source) -> list[range]:
@@ -212,47 +246,25 @@ def ends(model: nn.Module, source: Source) -> tuple[dict[str, Tensor], dict[str,
     return first, last
 
 
-def _explained(
-    asked: Asked,
-    first: dict[str, Tensor],
-    last: dict[str, Tensor],
-    batch: Sequence[int],
-    source: Source,
-    tolerance: float,
-) -> Explanation:
-    line = along_line(asked, first, last, batch, tolerance)
-    questions = Questions(line.directions, source)
+def _explained(asked: Questions) -> Explanation:
+    source = asked.source
     by_sample = Grouping.by_sample(source.numbers)
-    sums = questions.sums(by_sample)
-    values = questions.total(sums, by_sample)
-    shares = {name: part.sum(0) for name, part in sums.items()}
-    names = [asked.names[query] for query in batch]
+    sums = asked.sums(by_sample)
+    values = asked.total(sums, by_sample)
     return Explanation(
         source.ids,
         values,
-        names,
-        _check(questions, line, values),
+        asked.names,
+        asked.check(values.sum(0)),
         source.labels,
         "contributions to the output",
-        line.completeness.numpy(),
-        shares,
-        [questions],
+        asked.line.completeness.numpy(),
+        {name: part.sum(0) for name, part in sums.items()},
+        [asked],
     )
 
 
-def _check(questions: Questions, line: LineGradients, values: Array) -> Check:
-    source = questions.source
-    kept = source.ledger.weights(0)
-    faded = questions.applied(
-        lambda book: initial_part(source.accounting, book) - kept[book.name].double()
-    )
-    initial = line.initial.numpy() + faded
-    steps = questions.applied(lambda book: step_part(source.accounting, book))
-    evidence, total = values.sum(0), line.final.numpy()
-    return Check(initial, evidence, steps, total - initial - steps - evidence, total)
-
-
-def _joined(parts: Sequence[Explanation], asked: Asked) -> Explanation:
+def _joined(parts: Sequence[Explanation]) -> Explanation:
     """The explanations of batches as one."""
     if len(parts) == 1:
         return parts[0]
@@ -261,7 +273,7 @@ def _joined(parts: Sequence[Explanation], asked: Asked) -> Explanation:
     return replace(
         parts[0],
         values=np.concatenate([part.values for part in parts], axis=1),
-        queries=asked.names,
+        queries=[name for part in parts for name in part.queries],
         check=check,
         completeness=np.concatenate([part.completeness for part in parts]),
         books={n: np.concatenate([p.books[n] for p in parts]) for n in parts[0].books},

@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform.ledger import Ledger, Stream, Term
 from dualform.ledger.tensors import MappedFile
 from dualform.memory.blocks import Sides
-from dualform.read.scan import RowColumns, widen
+from dualform.read.scan import Chunk, RowColumns, widen
 from dualform.record.layers import expand, positions
 
 ROW_BYTES = 32 << 20
@@ -33,6 +33,11 @@ class Grouping:
 
     count: int
     of: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def of_chunk(self, chunk: Chunk) -> Tensor:
+        """The group of each row of a chunk, where the chunk is."""
+        columns = (c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions))
+        return self.of(*columns).to(chunk.keys.device)
 
     @classmethod
     def by_sample(cls, numbers: Tensor) -> Grouping:

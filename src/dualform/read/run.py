@@ -22,14 +22,16 @@ from dualform.ledger.samples import SampleId, decode_ids
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import Source
-from dualform.read.explain import Explanation, make_explanation
+from dualform.read.explain import TOLERANCE, Explanation, make_explanation
 from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
 from dualform.read.removal import Removal, make_removal
+from dualform.read.scores import Scores
 from dualform.read.shown import Shown, framed
-from dualform.read.spotlight import Spotlight
+from dualform.read.spotlight import Spotlight, unknown_layer
+from dualform.read.suspicion import make_suspicion
 from dualform.read.targets import Asked, Target
-from dualform.read.timeline import Timeline
+from dualform.read.timeline import Bins, Timeline
 from dualform.read.weights import reconstruct, row_parts
 
 
@@ -103,6 +105,11 @@ class Run(Shown):
         """The ids of all samples that left rows."""
         return list(self._names[1])
 
+    @cached_property
+    def bins(self) -> Bins:
+        """Training in parts: epochs, as a rule."""
+        return Bins.of(self._ledger, self.steps)
+
     @property
     def nbytes(self) -> int:
         """Bytes of everything committed."""
@@ -173,10 +180,10 @@ class Run(Shown):
         """
         check_model(model, self._weights, self._ledger, self.steps)
         asked = ask(model, x, self._ledger, self._weights)
-        return Spotlight(asked, output, self._source)
+        return Spotlight(asked, output, self.source)
 
     def explain(
-        self, model: nn.Module, x: Any, target: Target = None, tolerance: float = 1e-3
+        self, model: nn.Module, x: Any, target: Target = None, tolerance: float = TOLERANCE
     ) -> Explanation:
         """The whole network's output as exact contributions of the training samples: an account.
 
@@ -192,7 +199,7 @@ class Run(Shown):
             tolerance: how much of the output's change the integration may miss.
         """
         check_model(model, self._weights, self._ledger, self.steps)
-        return make_explanation(model, x, target, self._source, tolerance)
+        return make_explanation(model, x, target, self.source, tolerance)
 
     def influence(
         self,
@@ -220,10 +227,31 @@ class Run(Shown):
         check_model(model, self._weights, self._ledger, self.steps)
         return self._influencer(model, x, target, method, damping, rank)
 
+    def suspicion(self, layer: str | None = None) -> Scores:
+        """`mean ‖e‖` over a sample's rows: how large the errors were that came back to a layer.
+
+        A network learns what samples have in common before it learns the exceptions by heart, so
+        that the errors of a wrong label are large in most visits, even if the last ones are small.
+        Sizes are relative to the mean over steps with as many rows: a short batch weighs like the
+        others.
+
+        >>> from dualform.testing import tiny_run
+        >>> run, _, _ = tiny_run()
+        >>> run.suspicion().top(2).ids
+        [3, 0]
+
+        Args:
+            layer: by default the last one, whose errors are those of the model's output.
+        """
+        self._numbers([])  # refuses a run without samples
+        if layer is not None and layer not in self.layers:
+            raise unknown_layer(layer, self.layers)
+        return make_suspicion(self.source, layer or self.layers[-1])
+
     def revisit(self, ids: Sequence[SampleId], output: Outputs = None) -> Spotlight:
         """Like `spotlight`, for training samples as each layer last saw them; needs no model."""
         found = last_seen(self._ledger, self._numbers(ids), list(ids), self._weights, self.steps)
-        return Spotlight(found, output, self._source)
+        return Spotlight(found, output, self.source)
 
     def timeline(
         self,
@@ -310,6 +338,18 @@ class Run(Shown):
         listed = numbers.tolist()
         return numbers, listed if strings is None else [strings[number] for number in listed]
 
+    def sample_id(self, text: str) -> SampleId:
+        """The id that a text stands for: an integer, where this run's ids are integers.
+
+        >>> from dualform.testing import tiny_run
+        >>> run, _, _ = tiny_run()
+        >>> run.sample_id("7")
+        7
+        """
+        names = self._names[1]
+        is_number = text.removeprefix("-").isdecimal()
+        return int(text) if is_number and names and isinstance(names[0], int) else text
+
     def _numbers(self, ids: Sequence[SampleId]) -> Tensor:
         numbers, names = self._names
         if isinstance(ids, str | int):
@@ -330,10 +370,11 @@ class Run(Shown):
 
     @cached_property
     def _influencer(self) -> Influencer:
-        return Influencer(self._source)
+        return Influencer(self.source)
 
     @cached_property
-    def _source(self) -> Source:
+    def source(self) -> Source:
+        """What readings come from: rows, coefficients, weights, and what samples are called."""
         numbers, names = self._names
         labels = self.samples.labels
         return Source(

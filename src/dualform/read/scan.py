@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from rich.console import Console
-from rich.progress import Progress, TaskID
 from torch import Tensor
 
 from dualform.errors import CorruptError
 from dualform.ledger import Book, Ledger, Stream, Term
 from dualform.ledger.reader import Commit
 from dualform.memory.blocks import Sides, from_matrix, matrix_shape
+from dualform.read.progress import LateProgress
 from dualform.record.layers import expand, positions
 
 CHUNK_BYTES = 16 << 20
-PATIENCE = 1.0
-"""Seconds before a progress bar is worth showing."""
 
 
 class RowColumns:
@@ -156,7 +152,7 @@ class Scan:
         """How many rows there are between the steps."""
 
     def __iter__(self) -> Iterator[Chunk]:
-        with _LateProgress(self._stream.name, self.rows) as progress:
+        with LateProgress(self._stream.name, self.rows) as progress:
             for shard, columns, (start, stop) in self._shards:
                 for chunk in self._chunks(shard, columns, start, stop):
                     yield chunk
@@ -185,6 +181,13 @@ class Scan:
         return max(1, width)
 
 
+def places(ledger: Ledger, stream: Stream) -> int:
+    """How many rows a sample leaves in a stream each time it is seen, at most: tokens, patches."""
+    name = f"{stream.name}/segments"
+    each = [shard.file.read(name)[:, 2].max() for shard in ledger.shards if name in shard.file]
+    return int(max(each, default=0)) * positions(stream)
+
+
 def widen(rows: Tensor) -> Tensor:
     """16-bit rows as float32; wider ones, and places in tables, as they are."""
     if not rows.is_floating_point():
@@ -200,29 +203,3 @@ def batch_samples(shard: Commit) -> dict[int, list[int]]:
         found[number] = samples[at : at + size]
         at += size
     return found
-
-
-class _LateProgress:
-    """A progress bar that appears only where somebody waits for more than a second."""
-
-    def __init__(self, name: str, rows: int) -> None:
-        self._name, self._rows, self._done = name, rows, 0
-        self._began = time.monotonic()
-        self._bar: Progress | None = None
-        self._task = TaskID(0)
-
-    def __enter__(self) -> _LateProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, rows: int) -> None:
-        self._done += rows
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._done)
-        elif time.monotonic() - self._began > PATIENCE:
-            self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(f"reading {self._name}", total=self._rows)
-            self._bar.start()

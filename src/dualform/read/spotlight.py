@@ -20,6 +20,7 @@ from dualform.errors import ReadingError, UnknownLayerError
 from dualform.ledger import Book
 from dualform.memory import Memory
 from dualform.read.contributions import Largest, LayerRows, Source
+from dualform.read.grouped import Grouping
 from dualform.read.queries import LayerQueries, Outputs, directions
 from dualform.read.scan import Chunk, Scan
 from dualform.read.scores import Array, Check, Groups, Ranked, Ranking, Scores
@@ -119,6 +120,21 @@ class Reading(Shown):
         """Contributions summed by "step" or by "epoch"."""
         return make_timeline(self.source.ledger, self._sums[1][1:], by, self.names, self.check)
 
+    def sums(self, grouping: Grouping) -> Array:
+        """(groups, queries): contributions summed over the rows of each group; one scan."""
+        sums = self._zeros(grouping.count)
+        for chunk, found in self._rows:
+            sums.index_add_(0, grouping.of_chunk(chunk), found.double())
+        total: Array = sums.cpu().numpy()
+        return total
+
+    def only(self, queries: Sequence[int]) -> Reading:
+        """The same reading of some queries: of one token or patch, where an input has several."""
+        at, all_of_them = torch.tensor(queries), self.queries
+        names, asked = ([listed[q] for q in queries] for listed in (all_of_them.names, self.asked))
+        kept = LayerQueries(names, all_of_them.inputs[at], all_of_them.outputs[at])
+        return Reading(self.layer, kept, self.directions[at], asked, self.source)
+
     def keys_only(self) -> Scores:
         """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""
         sums = self._zeros(len(self.source.ids))
@@ -173,8 +189,11 @@ class Reading(Shown):
     @cached_property
     def check(self) -> Check:
         """initial + evidence + booked by step + remainder = total."""
+        return self.checked(self._sums[0].sum(0))
+
+    def checked(self, evidence: Array) -> Check:
+        """The check, where the sum of all contributions is known already: no scan."""
         accounting = self.source.accounting
-        evidence = self._sums[0].sum(0)
         initial = self._applied(lambda book: initial_part(accounting, book))
         steps = self._applied(lambda book: step_part(accounting, book))
         total = self._applied(lambda book: self.source.weights[book.name].double())

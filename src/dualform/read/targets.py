@@ -64,11 +64,14 @@ class Asked:
         size = self._together
         return [queries[at : at + size] for at in range(0, len(queries), size)]
 
+    def inputs(self, queries: Sequence[int]) -> Any:
+        """Some queries, in the form of x."""
+        at = torch.tensor(queries)
+        return tree_unflatten([self._chosen(leaf, at) for leaf in self._leaves], self._tree)
+
     def output(self, call: Callable[..., Any], queries: Sequence[int]) -> Any:
         """What the model gives for some queries."""
-        at = torch.tensor(queries)
-        leaves = [self._chosen(leaf, at) for leaf in self._leaves]
-        args, kwargs = arguments(tree_unflatten(leaves, self._tree))
+        args, kwargs = arguments(self.inputs(queries))
         return call(*args, **kwargs)
 
     def asked_of(self, output: Any, queries: Sequence[int]) -> Tensor:

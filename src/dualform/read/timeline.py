@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.console import Group
 from rich.table import Table
+from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.ledger import Ledger
@@ -78,6 +80,39 @@ def make_timeline(
     sums = np.zeros((int(numbers.max(initial=0)), steps.shape[1]))
     np.add.at(sums, numbers - 1, steps)
     return Timeline(by, np.arange(1, len(sums) + 1), sums, queries, check)
+
+
+@dataclass(frozen=True)
+class Bins:
+    """Training in parts that are long enough to tell apart: epochs, or else runs of steps.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, _, _ = tiny_run()
+    >>> run.bins
+    Bins(unit='epoch', edges=(0, 2, 4, 6))
+    """
+
+    unit: str
+    edges: tuple[int, ...]
+    """Bin i holds the steps after `edges[i]`, up to `edges[i + 1]`."""
+
+    def __len__(self) -> int:
+        return len(self.edges) - 1
+
+    @classmethod
+    def of(cls, ledger: Ledger, until: int, most: int = 48) -> Bins:
+        """Epochs; runs of them if there are more than `most`, or of steps if there is one only."""
+        numbers = epochs(ledger, until)
+        ends = [*np.flatnonzero(np.diff(numbers[1:])) + 1, until] if until else [0]
+        unit = "epoch" if len(ends) > 1 else "step"
+        if len(ends) == 1:
+            ends = list(range(1, until + 1)) or [0]
+        kept = np.linspace(0, len(ends), min(most, len(ends)) + 1).round().astype(int)[1:] - 1
+        return cls(unit, (0, *(int(ends[at]) for at in kept)))
+
+    def by_step(self, steps: Tensor) -> Tensor:
+        """The bin of each step."""
+        return torch.bucketize(steps, torch.tensor(self.edges[1:-1]))
 
 
 def epochs(ledger: Ledger, until: int) -> NDArray[np.int64]:

@@ -1,0 +1,133 @@
+import type { ComponentChildren } from "preact"
+import { useEffect, useLayoutEffect, useMemo, useReducer, useState } from "preact/hooks"
+import type { RunFacts } from "./api.ts"
+import { ExplorerContext, paneOf, PaneContext, useExplorer } from "./context.ts"
+import { sentence } from "./load.ts"
+import { count } from "./numbers.ts"
+import { Header } from "./parts/Header.tsx"
+import { Tray } from "./parts/Tray.tsx"
+import { Failed } from "./parts/Waiting.tsx"
+import { BooksPage } from "./pages/BooksPage.tsx"
+import { ComparePage } from "./pages/ComparePage.tsx"
+import { QueryPage } from "./pages/QueryPage.tsx"
+import { SamplePage } from "./pages/SamplePage.tsx"
+import { SuspectsPage } from "./pages/SuspectsPage.tsx"
+import type { Route } from "./route.ts"
+import type { Source } from "./source/source.ts"
+import type { State } from "./state.ts"
+import { plural } from "./words.ts"
+
+interface Props {
+  route: Route
+  /** The source of a run, by its number. */
+  open(run: number): Source
+  onState?(state: State): void
+}
+
+/** The whole explorer: first the facts of its runs, then the page that the state names. */
+export function App({ route, open, onState }: Props) {
+  const [, redraw] = useReducer((n: number) => n + 1, 0)
+  const { runs, firsts, sources, failed } = useRuns(open)
+  const { state } = route
+  useEffect(() => route.listen(() => redraw(0)), [route])
+  useLayoutEffect(() => onState?.(state))
+  if (failed !== null) return <Failed message={failed} />
+  if (!runs) return <Opening />
+  const explorer = {
+    state,
+    sources,
+    runs,
+    firsts,
+    go: (patch: Partial<State>, replace?: boolean) => route.go(patch, replace),
+    link: (patch: Partial<State>) => route.link(patch),
+  }
+  return (
+    <ExplorerContext.Provider value={explorer}>
+      <a class="skip" href="#main" onClick={skip}>
+        Skip to the evidence
+      </a>
+      <Header />
+      <main id="main" tabIndex={-1}>
+        <MainPane>
+          <CurrentPage />
+          <Tray />
+        </MainPane>
+      </main>
+      <Footer />
+    </ExplorerContext.Provider>
+  )
+}
+
+/** The URL's # holds the state, so the focus is moved by hand. */
+function skip(event: MouseEvent): void {
+  event.preventDefault()
+  const link = event.currentTarget as HTMLElement
+  link.parentElement?.querySelector<HTMLElement>("main")?.focus()
+}
+
+function Opening() {
+  return (
+    <p class="notice opening" role="status">
+      Opening the run…
+    </p>
+  )
+}
+
+function useRuns(open: (run: number) => Source) {
+  const sources = useMemo(() => [open(0)], [open])
+  const [runs, setRuns] = useState<RunFacts[] | null>(null)
+  const [firsts, setFirsts] = useState<string[]>([])
+  const [failed, setFailed] = useState<string | null>(null)
+  useEffect(() => {
+    const load = async () => {
+      const first = await sources[0]!.get("run", {})
+      for (let run = 1; run < (first.runs ?? 1); run++) sources.push(open(run))
+      const others = sources.slice(1).map((source) => source.get("run", {}))
+      setFirsts(await Promise.all(sources.map(firstQuery)))
+      setRuns([first, ...(await Promise.all(others))])
+    }
+    load().catch((error: unknown) => setFailed(sentence(error)))
+  }, [sources])
+  return { runs, firsts, sources, failed }
+}
+
+async function firstQuery(source: Source): Promise<string> {
+  const { queries } = await source.get("queries", { limit: 1 })
+  return queries[0]?.query ?? ""
+}
+
+/** The pane of every page but the comparison. */
+function MainPane({ children }: { children: ComponentChildren }) {
+  const explorer = useExplorer()
+  const pane = paneOf(explorer, "asked")
+  const { run } = explorer.state.asked
+  if (!pane)
+    return (
+      <Failed message={`There is no run number ${run} here; there are ${explorer.runs.length}.`} />
+    )
+  return <PaneContext.Provider value={pane}>{children}</PaneContext.Provider>
+}
+
+function CurrentPage() {
+  const { state } = useExplorer()
+  if (state.page === "compare") return <ComparePage />
+  if (state.page === "suspects") return <SuspectsPage />
+  if (state.page === "books") return <BooksPage />
+  if (state.page === "sample" && state.sample !== null) return <SamplePage id={state.sample} />
+  return <QueryPage />
+}
+
+function Footer() {
+  const { runs } = useExplorer()
+  return (
+    <footer class="footer small">
+      {runs.map((run) => (
+        <p>
+          {run.name}: {plural(run.samples, "sample")}, {count(run.steps)} steps,{" "}
+          {plural(run.layers.length, "layer")}.
+          {run.carried && " This page is a report: it carries its answers and asks nobody."}
+        </p>
+      ))}
+    </footer>
+  )
+}

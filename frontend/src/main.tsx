@@ -1,0 +1,22 @@
+// A page: of a server, or a report that carries its own answers.
+import type { Carried } from "./api.ts"
+import { mount } from "./mount.tsx"
+import { Route, urlHome } from "./route.ts"
+import { CarriedSource } from "./source/carried.ts"
+import { HttpSource } from "./source/http.ts"
+
+function start(): void {
+  const element = document.getElementById("app")
+  if (!element) return
+  document.documentElement.classList.add("dualform-page")
+  const carried = document.getElementById("carried")?.textContent
+  const own = carried ? new CarriedSource(JSON.parse(carried) as Carried) : null
+  const open = (run: number) => own ?? new HttpSource(`api/${run}`)
+  const onState = ({ theme }: { theme: string }) => {
+    document.documentElement.dataset.theme = theme
+  }
+  mount(element, { route: new Route(urlHome), open, onState })
+}
+
+if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start)
+else start()

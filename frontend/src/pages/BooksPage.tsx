@@ -1,0 +1,116 @@
+import type { Book, Books } from "../api.ts"
+import { usePane } from "../context.ts"
+import { useGet } from "../load.ts"
+import { bytes, count, tiny } from "../numbers.ts"
+import { Figure } from "../parts/Amount.tsx"
+import { Waiting } from "../parts/Waiting.tsx"
+
+/** The audit: do the books balance, what do they cover, how finely, and what do they weigh? */
+export function BooksPage() {
+  const { source, run } = usePane()
+  const loaded = useGet(source, "books", {})
+  const twin = source.link("books", {})
+  return (
+    <div class="narrow" data-testid="books">
+      <h1>The books</h1>
+      <p class="lead">
+        Every parameter has a book: the rows that training wrote into it. Added up they must give
+        the change from the first weights to the last; what they miss is the remainder.
+      </p>
+      <Waiting of={loaded} doing="Auditing the books" />
+      {loaded.value && <Audit books={loaded.value} />}
+      <h2>The run</h2>
+      <dl class="facts">
+        {Object.entries(run.facts).map(([name, value]) => (
+          <div>
+            <dt>{name}</dt>
+            <dd>{value}</dd>
+          </div>
+        ))}
+      </dl>
+      {twin && (
+        <p>
+          <a
+            class="twin"
+            href={twin}
+            target="_blank"
+            rel="noreferrer"
+            aria-label="The books as JSON"
+          >
+            JSON
+          </a>
+        </p>
+      )}
+    </div>
+  )
+}
+
+function Audit({ books }: { books: Books }) {
+  return (
+    <>
+      <dl class="facts large">
+        <div>
+          <dt>Remainder, relative</dt>
+          <dd>
+            <Figure value={books.remainder} text={tiny(books.remainder)} testid="books-remainder" />
+          </dd>
+        </div>
+        <div>
+          <dt>Parameters covered</dt>
+          <dd>
+            <Figure
+              value={books.coverage}
+              text={`${+(100 * books.coverage).toFixed(2)} %`}
+              testid="coverage"
+            />
+          </dd>
+        </div>
+        <div>
+          <dt>On disk</dt>
+          <dd>
+            <Figure value={books.bytes} text={bytes(books.bytes)} testid="books-bytes" />
+          </dd>
+        </div>
+      </dl>
+      <div class="scrolls" tabIndex={0} role="region" aria-label="The books">
+        <table class="books">
+          <caption class="hidden">The books, one a parameter</caption>
+          <thead>
+            <tr>
+              {["Book", "Shape", "Rows", "Granularity", "Remainder", "Bytes"].map((title) => (
+                <th scope="col">{title}</th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {books.books.map((book) => (
+              <Row key={book.name} book={book} />
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
+  )
+}
+
+function Row({ book }: { book: Book }) {
+  return (
+    <tr data-testid={`book-${book.name}`}>
+      <th scope="row">{book.name}</th>
+      <td>{book.shape.join(" × ")}</td>
+      <td>
+        <Figure value={book.rows} text={count(book.rows)} />
+      </td>
+      <td>
+        {book.granularity}
+        {book.reason && <span class="small reason">{book.reason}</span>}
+      </td>
+      <td>
+        <Figure value={book.remainder} text={tiny(book.remainder)} />
+      </td>
+      <td>
+        <Figure value={book.bytes} text={bytes(book.bytes)} />
+      </td>
+    </tr>
+  )
+}

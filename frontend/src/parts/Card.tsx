@@ -1,0 +1,57 @@
+import type { Evidence } from "../api.ts"
+import { useExplorer, usePane } from "../context.ts"
+import { tick } from "../moves.ts"
+import type { Scale } from "../numbers.ts"
+import { sampleName } from "../words.ts"
+import { Amount, Bar } from "./Amount.tsx"
+import { Highlighted } from "./Picture.tsx"
+
+interface Props {
+  evidence: Evidence
+  scale: Scale
+  /** Its place in a long list. */
+  row?: boolean
+}
+
+/** A training sample as evidence; opened, it shows where and when it acts. */
+export function Card({ evidence, scale, row = false }: Props) {
+  const { go } = useExplorer()
+  const { which } = usePane()
+  const { id, label, value, preview } = evidence
+  const name = sampleName(id, label)
+  return (
+    <article
+      class={`card ${preview?.kind ?? "none"} ${row ? "row" : ""}`}
+      data-testid={`card-${id}`}
+    >
+      <button type="button" class="open" onClick={() => go({ acting: String(id), pane: which })}>
+        {!row && <span class="hidden">Sample {String(id)}: </span>}
+        <Highlighted evidence={evidence} />
+        <span class="caption">
+          {row && <span class="name">Sample {String(id)}</span>}
+          {label !== null && <span class="label">{String(label)}</span>}
+          <Amount value={value} scale={scale} />
+        </span>
+        <Bar share={scale.share(value)} both={false} />
+        <span class="hidden">. Show where and when it acts.</span>
+      </button>
+      <Tick id={String(id)} name={name} />
+    </article>
+  )
+}
+
+/** Puts a sample among those whose contributions are taken away. */
+export function Tick({ id, name }: { id: string; name: string }) {
+  const { state, go } = useExplorer()
+  return (
+    <label class="tick" title={`Forget ${name}`}>
+      <input
+        type="checkbox"
+        checked={state.ticked.includes(id)}
+        onChange={() => go({ ticked: tick(state.ticked, id) }, true)}
+        aria-label={`Forget ${name}`}
+        data-testid={`tick-${id}`}
+      />
+    </label>
+  )
+}

@@ -1,0 +1,100 @@
+import { useCallback, useState } from "preact/hooks"
+import type { QueryCard, QueryList } from "../api.ts"
+import { usePane } from "../context.ts"
+import { type Pages, usePages } from "../load.ts"
+import { toQuery } from "../moves.ts"
+import { plural } from "../words.ts"
+import { Give } from "./Give.tsx"
+import { Picture } from "./Picture.tsx"
+import { Virtual } from "./Virtual.tsx"
+import { Failed } from "./Waiting.tsx"
+
+const list = (answer: QueryList) => ({ total: answer.total, items: answer.queries })
+
+/** The predictions that can be asked about, as a strip of film. */
+export function Gallery() {
+  const { run, source } = usePane()
+  const [search, setSearch] = useState("")
+  const [wrong, setWrong] = useState(false)
+  const params = { search, wrong: wrong ? 1 : null }
+  const pages = usePages<"queries", QueryCard>(source, "queries", params, list)
+  return (
+    <section class="gallery" aria-label="Choose a prediction" data-testid="gallery">
+      <div class="tools">
+        <label>
+          <span class="hidden">Search predictions</span>
+          <input
+            type="search"
+            placeholder="Search predictions"
+            value={search}
+            onInput={(event) => setSearch(event.currentTarget.value)}
+            data-testid="search"
+          />
+        </label>
+        <label class="switch">
+          <input
+            type="checkbox"
+            checked={wrong}
+            onChange={(event) => setWrong(event.currentTarget.checked)}
+            data-testid="only-wrong"
+          />
+          Only wrong ones
+        </label>
+        <span class="small" role="status" data-testid="found">
+          {pages.total === null ? "Reading the predictions…" : plural(pages.total, "prediction")}
+        </span>
+        {run.accepts && !run.carried && <Give accepts={run.accepts} />}
+      </div>
+      {pages.failed && <Failed message={pages.failed} />}
+      {pages.total === 0 && (
+        <p class="notice">
+          {run.queries
+            ? "No prediction fits. Search for something else, or show right ones too."
+            : "No predictions were given with this run."}
+        </p>
+      )}
+      {pages.total ? <Film key={`${search}|${wrong}`} pages={pages} total={pages.total} /> : null}
+    </section>
+  )
+}
+
+function Film({ pages, total }: { pages: Pages<QueryCard>; total: number }) {
+  const { asked } = usePane()
+  const textual = pages.item(0)?.preview?.kind === "text"
+  const range = useCallback((first: number, last: number) => pages.need(first, last), [total])
+  const number = /^\d+$/.test(asked.query) ? Number(asked.query) : 0
+  return (
+    <Virtual
+      total={total}
+      size={textual ? 216 : 84}
+      across
+      label="Predictions"
+      start={Math.min(number, total - 1)}
+      onRange={range}
+      testid="film"
+      item={(index) => <Frame card={pages.item(index)} />}
+    />
+  )
+}
+
+function Frame({ card }: { card: QueryCard | undefined }) {
+  const { asked, ask } = usePane()
+  if (!card) return <span class="frame empty" aria-hidden="true" />
+  return (
+    <button
+      type="button"
+      class={`frame ${card.preview?.kind ?? "none"} ${card.right === false ? "wrong" : ""}`}
+      aria-pressed={card.query === asked.query}
+      title={card.title}
+      onClick={() => ask(toQuery(asked, card.query))}
+      data-testid={`query-${card.query}`}
+    >
+      <Picture preview={card.preview} />
+      <span class="small caption">
+        {card.predicted !== null && <span class="hidden">{card.title}, predicted </span>}
+        {card.right === false && <span class="wrong">✗ </span>}
+        {card.predicted ?? card.title}
+      </span>
+    </button>
+  )
+}

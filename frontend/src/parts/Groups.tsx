@@ -1,0 +1,91 @@
+import type { Answer, Group, Id } from "../api.ts"
+import { usePane } from "../context.ts"
+import { count, Scale } from "../numbers.ts"
+import { paramsOf } from "../state.ts"
+import { plural } from "../words.ts"
+import { Amount, Bar } from "./Amount.tsx"
+import { Section } from "./Section.tsx"
+import { SortedAreas } from "./SortedAreas.tsx"
+
+const MOST = 24
+
+/** Sums by label, and each label's contributions sorted: the figure of Irie, Csordás and Schmidhuber. */
+export function Groups({ answer }: { answer: Answer }) {
+  const { asked, source } = usePane()
+  if (answer.groups.length === 0) return null
+  const shown = strongest(answer.groups)
+  const left = answer.groups.length - shown.length
+  return (
+    <Section
+      title="By label"
+      testid="groups"
+      twin={{ source, path: "answer", params: paramsOf(asked) }}
+    >
+      <div class="groups">
+        <SortedAreas groups={shown} />
+        <Sums groups={shown} />
+      </div>
+      {left > 0 && <p class="small">{plural(left, "more label")} with smaller sums.</p>}
+    </Section>
+  )
+}
+
+/** The labels of the largest sums, in the order in which they came. */
+function strongest(groups: Group[]): Group[] {
+  const sizes = groups.map((group) => Math.abs(group.sum)).sort((a, b) => b - a)
+  const least = sizes[MOST - 1] ?? 0
+  return groups.filter((group) => Math.abs(group.sum) >= least).slice(0, MOST)
+}
+
+function Sums({ groups }: { groups: Group[] }) {
+  const scale = new Scale(groups.map((group) => group.sum))
+  return (
+    <table class="sums">
+      <caption class="hidden">Sums of the evidence by label</caption>
+      <thead class="hidden">
+        <tr>
+          <th>Label</th>
+          <th>Samples</th>
+          <th>Bar</th>
+          <th>Sum</th>
+        </tr>
+      </thead>
+      <tbody>
+        {groups.map((group) => (
+          <tr key={String(group.label)}>
+            <th scope="row">
+              <LabelButton label={group.label} />
+            </th>
+            <td class="small">{count(group.count)}</td>
+            <td class="wide">
+              <Bar share={scale.share(group.sum)} />
+            </td>
+            <td>
+              <Amount value={group.sum} scale={scale} testid={`group-${group.label}`} />
+            </td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  )
+}
+
+/** Restricts the evidence to a label, or lifts that. */
+function LabelButton({ label }: { label: Id | null }) {
+  const { asked, ask } = usePane()
+  if (label === null) return <>all</>
+  const chosen = asked.label === String(label)
+  return (
+    <button
+      type="button"
+      class="quiet"
+      aria-pressed={chosen}
+      title={String(label)}
+      aria-label={`Only evidence labeled ${label}`}
+      onClick={() => ask({ ...asked, label: chosen ? null : String(label) })}
+      data-testid={`label-${label}`}
+    >
+      {String(label)}
+    </button>
+  )
+}

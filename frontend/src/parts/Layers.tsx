@@ -1,0 +1,58 @@
+import { usePane } from "../context.ts"
+import { useGet } from "../load.ts"
+import { suits, toLayer } from "../moves.ts"
+import { count, Scale } from "../numbers.ts"
+import { Amount, Bar } from "./Amount.tsx"
+import { Section } from "./Section.tsx"
+import { Waiting } from "./Waiting.tsx"
+
+/** What each layer's training adds to the output; a click enters a layer. */
+export function Layers() {
+  const { asked, ask, run, source } = usePane()
+  const whole = run.questions.find((question) => question.ask === "network")
+  const last = run.layers.at(-1)?.name
+  const ofModel = asked.layer === null || asked.layer === last || asked.ask === "network"
+  const params = { query: asked.query, output: ofModel ? asked.output : null }
+  const asks = whole?.available && suits(asked.query, "network")
+  const loaded = useGet(source, asks ? "layers" : null, params)
+  const shares = new Map(loaded.value?.shares.map((share) => [share.layer, share.value]))
+  const scale = new Scale(shares.values())
+  const inside = asked.ask === "layer" || asked.ask === "keys"
+  const current = inside ? (asked.layer ?? last) : asked.layer
+  return (
+    <Section
+      title="Layers"
+      testid="layers"
+      twin={asks ? { source, path: "layers", params } : undefined}
+    >
+      <div class="layers" aria-busy={loaded.busy}>
+        {run.layers.map(({ name, inputs, outputs }) => (
+          <button
+            type="button"
+            class="layer"
+            aria-pressed={name === current}
+            onClick={() => ask(toLayer(asked, name))}
+            data-testid={`layer-${name}`}
+          >
+            <span class="name">{name}</span>
+            <span class="small shape">
+              {count(inputs)} → {count(outputs)}
+            </span>
+            {shares.has(name) && (
+              <>
+                <Bar share={scale.share(shares.get(name) ?? 0)} />
+                <Amount value={shares.get(name) ?? 0} scale={scale} />
+              </>
+            )}
+          </button>
+        ))}
+      </div>
+      <Waiting of={loaded} doing="Asking every layer" />
+      <p class="small">
+        {loaded.value
+          ? `What the training of each layer adds to output ${loaded.value.output} of the whole network. Choose one to look inside it.`
+          : "Choose a layer to look inside it."}
+      </p>
+    </Section>
+  )
+}

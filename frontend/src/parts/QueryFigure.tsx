@@ -1,0 +1,36 @@
+import type { Answer } from "../api.ts"
+import { usePane } from "../context.ts"
+import { Stage } from "./Stage.tsx"
+
+/** The query itself; where it has positions, each can be asked about alone. */
+export function QueryFigure({ answer }: { answer: Answer }) {
+  const { asked, ask, run } = usePane()
+  const { preview, title } = answer.query
+  const layer = run.layers.find((one) => one.name === answer.layer)
+  return (
+    <Stage
+      preview={preview}
+      name={title}
+      amounts={answer.marks}
+      chosen={asked.place ?? answer.place}
+      onChoose={(place) => ask({ ...asked, place })}
+      label="Positions of the query: choose the one that is asked about"
+      tokens={answer.tokens}
+      grid={layer?.grid}
+      testid="query-places"
+    />
+  )
+}
+
+export function Verdict({ answer }: { answer: Answer }) {
+  const { label, predicted, right } = answer.query
+  return (
+    <p class="verdict" data-testid="verdict">
+      {predicted !== null && <>Predicted {predicted}. </>}
+      {label !== null && <>Labeled {String(label)}. </>}
+      {right !== null && (
+        <span class={right ? "right" : "wrong"}>{right ? "✓ right" : "✗ wrong"}</span>
+      )}
+    </p>
+  )
+}

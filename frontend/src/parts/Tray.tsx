@@ -1,0 +1,130 @@
+import { useState } from "preact/hooks"
+import type { Forgotten, Question } from "../api.ts"
+import { useExplorer, usePane } from "../context.ts"
+import { useGet } from "../load.ts"
+import { Scale } from "../numbers.ts"
+import { plural } from "../words.ts"
+import { Amount, Bar } from "./Amount.tsx"
+import { Waiting } from "./Waiting.tsx"
+
+/** The ticked samples, and the prediction without their contributions. */
+export function Tray() {
+  const { state, go } = useExplorer()
+  const { asked, source, run } = usePane()
+  const { query, ask, layer, output } = asked
+  const wanted = query && state.ticked.length ? "forget" : null
+  const [estimated, setEstimated] = useState(false)
+  const estimate = estimated || ask === "removed" ? 1 : null
+  const params = { query, ask, layer, output, id: state.ticked, estimate }
+  const loaded = useGet(source, wanted, params)
+  if (!wanted) return null
+  const link = source.link("forget", params)
+  return (
+    <aside class="tray" aria-label="Forgetting" data-testid="tray">
+      <div class="inside">
+        <p class="headline">
+          Without {plural(state.ticked.length, "ticked sample")}
+          {loaded.value && <Change forgotten={loaded.value} />}
+        </p>
+        <Waiting of={loaded} doing="Taking the ticked samples away" />
+        {loaded.value && <Others forgotten={loaded.value} />}
+        <p class="links">
+          {loaded.value?.asked.retrained === null && run.questions.some(canEstimate) && (
+            <button
+              type="button"
+              class="quiet"
+              onClick={() => setEstimated(true)}
+              data-testid="estimate"
+            >
+              Estimate retraining
+            </button>
+          )}
+          <button
+            type="button"
+            class="quiet"
+            onClick={() => go({ ticked: [] })}
+            data-testid="untick"
+          >
+            Untick all
+          </button>
+          {link && (
+            <a
+              class="twin"
+              href={link}
+              target="_blank"
+              rel="noreferrer"
+              aria-label="Forgetting as JSON"
+            >
+              JSON
+            </a>
+          )}
+        </p>
+      </div>
+    </aside>
+  )
+}
+
+/** Estimates take a while on large runs, so they are asked for. */
+function canEstimate({ ask, available }: Question): boolean {
+  return ask === "removed" && available
+}
+
+function Change({ forgotten }: { forgotten: Forgotten }) {
+  const { output, before, after, retrained } = forgotten.asked
+  const scale = new Scale([before, after, retrained ?? 0], 4)
+  return (
+    <span role="status">
+      : output {output} goes from <Amount plain value={before} scale={scale} testid="before" /> to{" "}
+      <Amount plain value={after} scale={scale} testid="after" />
+      {retrained !== null && (
+        <>
+          ; retraining without them would give about{" "}
+          <Amount plain value={retrained} scale={scale} testid="retrained" />
+        </>
+      )}
+      .
+    </span>
+  )
+}
+
+function Others({ forgotten }: { forgotten: Forgotten }) {
+  const { before, after } = forgotten
+  const scale = new Scale([...before, ...after].map((one) => one.value))
+  return (
+    <details>
+      <summary>All outputs</summary>
+      <table class="sums">
+        <thead>
+          <tr>
+            <th scope="col">Output</th>
+            <th scope="col">Before</th>
+            <th scope="col" aria-label="Bar" />
+            <th scope="col">Without</th>
+          </tr>
+        </thead>
+        <tbody>
+          {before.map(({ output, value }, i) => (
+            <tr>
+              <th scope="row">{output}</th>
+              <td>
+                <Amount plain value={value} scale={scale} />
+              </td>
+              <td class="wide">
+                <Bar share={scale.share(after[i]?.value ?? 0)} />
+              </td>
+              <td>
+                <Amount
+                  plain
+                  value={after[i]?.value ?? 0}
+                  scale={scale}
+                  testid={`after-${output}`}
+                />
+              </td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <p class="small">{forgotten.note}</p>
+    </details>
+  )
+}

@@ -1,0 +1,273 @@
+// A report answers itself: what it carries as it is, the rest computed from its cells.
+import type {
+  Acts,
+  Answer,
+  Answers,
+  Carried,
+  Evidence,
+  EvidenceList,
+  Forgotten,
+  Highlights,
+  Id,
+  LayerShares,
+  Output,
+  Path,
+  QueryList,
+  SampleFacts,
+  Side,
+  SideName,
+  Suspects,
+} from "../api.ts"
+import { amounts, type Cells, decode, grouped, type Ranked, ranked, total } from "./cells.ts"
+import { type Params, Refusal, type Source } from "./source.ts"
+
+type Kept = Answer & { cells: string | null }
+type Getters = { [P in Path]: (params: Params) => Answers[P] }
+
+const SHOWN = 12
+const LIVE = "`dualform view` on the run answers everything."
+
+export class CarriedSource implements Source {
+  private readonly carried: Carried
+  private readonly rows: Map<string, number>
+  private readonly decoded = new Map<string, Cells>()
+  private readonly getters: Getters = {
+    run: () => this.carried.run,
+    books: () => this.carried.books,
+    suspects: (params) => this.suspects(params),
+    queries: (params) => this.queries(params),
+    answer: (params) => this.answer(params),
+    evidence: (params) => this.evidence(params),
+    highlights: (params) => this.highlights(params),
+    layers: (params) => this.layers(params),
+    acts: (params) => this.acts(params),
+    sample: (params) => this.sample(params),
+    forget: (params) => this.forget(params),
+  }
+
+  constructor(carried: Carried) {
+    this.carried = carried
+    this.rows = new Map(carried.ids.map((id, row) => [String(id), row]))
+  }
+
+  link(): null {
+    return null
+  }
+
+  async get<P extends Path>(path: P, params: Params): Promise<Answers[P]> {
+    return this.getters[path](params)
+  }
+
+  private queries(params: Params): QueryList {
+    const word = String(params.search ?? "").toLowerCase()
+    const found = this.carried.queries.filter(
+      (card) =>
+        (!params.wrong || card.right === false) &&
+        `${card.title} ${card.label ?? ""} ${card.preview?.text ?? ""}`
+          .toLowerCase()
+          .includes(word),
+    )
+    return { total: found.length, queries: page(found, params) }
+  }
+
+  private suspects(params: Params): Suspects {
+    const { samples } = this.carried.suspects
+    return { total: samples.length, samples: this.pictured(page(samples, params)) }
+  }
+
+  private sample(params: Params): SampleFacts {
+    const facts = this.carried.samples[String(params.id)]
+    if (facts) return facts
+    throw new Refusal(`This report does not carry the page of sample ${params.id}. ${LIVE}`)
+  }
+
+  private layers(params: Params): LayerShares {
+    const output = params.output ?? this.first(params).output
+    const shares = this.carried.layers[`${params.query}|${output}`]
+    if (shares) return shares
+    throw new Refusal(`This report does not carry the layers' shares of output ${output}. ${LIVE}`)
+  }
+
+  private answer(params: Params): Answer {
+    const { cells: _, ...bare } = this.kept(params)
+    const kept = { ...bare, sides: this.illustrated(bare.sides) }
+    const span = spanOf(params)
+    if (params.at !== null && params.at !== undefined)
+      throw new Refusal(`This report does not carry single positions. ${LIVE}`)
+    if (!span) return kept
+    const values = this.values(params)
+    const order = kept.groups.map((group) => group.label)
+    return {
+      ...kept,
+      check: null,
+      error: null,
+      note: "Only what was learned in the chosen span; the parts of the sum outside it are left out.",
+      sides: { for: this.side(values, "for"), against: this.side(values, "against") },
+      groups: grouped(values, this.labels(order), order),
+    }
+  }
+
+  private evidence(params: Params): EvidenceList {
+    const side: SideName = params.side === "against" ? "against" : "for"
+    const label = params.label === null || params.label === undefined ? null : String(params.label)
+    const all = ranked(this.values(params), side).filter(
+      ({ index }) => label === null || String(this.carried.labels[index]) === label,
+    )
+    return { total: all.length, samples: page(all, params).map((one) => this.show(one)) }
+  }
+
+  private highlights(params: Params): Highlights {
+    const { sides } = this.kept(params)
+    const marked = [...sides.for.samples, ...sides.against.samples].flatMap(
+      ({ id, tokens, places }) => (tokens && places ? [[String(id), { tokens, places }]] : []),
+    )
+    return { samples: Object.fromEntries(marked) as Highlights["samples"] }
+  }
+
+  private acts(params: Params): Acts {
+    const row = this.row(params.id)
+    const cells = this.cells(params)
+    const own = Array.from(cells.values.subarray(row * cells.bins, (row + 1) * cells.bins))
+    const value =
+      amounts({ values: Float32Array.from(own), bins: cells.bins }, spanOf(params))[0] ?? 0
+    return {
+      ...this.show({ index: row, value }),
+      timeline: this.kept(params).timeline ? own : null,
+      places: null,
+      tokens: null,
+      grid: null,
+    }
+  }
+
+  /** Linear in the ticked samples: outputs less their amounts, for the outputs that are carried. */
+  private forget(params: Params): Forgotten {
+    const ids = Array.isArray(params.id) ? params.id : [params.id ?? ""]
+    const answer = this.kept(params)
+    const before = answer.outputs.slice().sort((a, b) => a.output - b.output)
+    const after = before.map(({ output, value }) => ({
+      output,
+      value: value - (this.removed({ ...params, output }, ids) ?? 0),
+    }))
+    const value = valueOf(before, answer.output)
+    const retrained = this.removed({ ...params, ask: "removed", layer: null }, ids)
+    return {
+      ids: ids.map((id) => this.carried.ids[this.row(id)] ?? String(id)),
+      note: "The outputs less the ticked samples' amounts, as far as this report carries them.",
+      before,
+      after,
+      asked: {
+        output: answer.output,
+        before: value,
+        after: valueOf(after, answer.output),
+        retrained: retrained === null ? null : value - retrained,
+      },
+    }
+  }
+
+  private removed(params: Params, ids: readonly (string | number)[]): number | null {
+    const kept = this.find(params)
+    if (!kept?.cells) return null
+    const values = amounts(this.cells(params), null)
+    return total(ids.map((id) => values[this.row(id)] ?? 0))
+  }
+
+  /** Each picture is carried once, by the id of its sample. */
+  private pictured(samples: Evidence[]): Evidence[] {
+    const find = (id: Id) => this.carried.previews[String(id)] ?? null
+    return samples.map((one) => ({ ...one, preview: one.preview ?? find(one.id) }))
+  }
+
+  private illustrated({ for: left, against: right }: Answer["sides"]): Answer["sides"] {
+    return {
+      for: { ...left, samples: this.pictured(left.samples) },
+      against: { ...right, samples: this.pictured(right.samples) },
+    }
+  }
+
+  private side(values: number[], side: SideName): Side {
+    const all = ranked(values, side)
+    const samples = all.slice(0, SHOWN).map((one) => this.show(one))
+    return { sum: total(all.map((one) => one.value)), count: all.length, samples }
+  }
+
+  private show({ index, value }: Ranked): Evidence {
+    const id = this.carried.ids[index] ?? index
+    const preview = this.carried.previews[String(id)] ?? null
+    return { id, label: this.carried.labels[index] ?? null, value, preview }
+  }
+
+  /** A run without labels has one group, whose label is null. */
+  private labels(order: (Id | null)[]): (Id | null)[] {
+    return order.length === 1 && order[0] === null
+      ? this.carried.ids.map(() => null)
+      : this.carried.labels
+  }
+
+  private row(id: Params[string]): number {
+    const row = this.rows.get(String(id))
+    if (row === undefined) throw new Refusal(`This report has no sample ${id}. ${LIVE}`)
+    return row
+  }
+
+  private values(params: Params): number[] {
+    return amounts(this.cells(params), spanOf(params))
+  }
+
+  private cells(params: Params): Cells {
+    const kept = this.kept(params)
+    const key = keyOf(kept.query.query, kept.ask, kept.layer, kept.output)
+    const known = this.decoded.get(key)
+    if (known) return known
+    if (kept.cells === null)
+      throw new Refusal(`This report carries only the first samples of this answer. ${LIVE}`)
+    const cells = decode(kept.cells, this.carried.ids.length)
+    this.decoded.set(key, cells)
+    return cells
+  }
+
+  private kept(params: Params): Kept {
+    const kept = this.find(params)
+    if (kept) return kept
+    throw new Refusal(`This report does not carry the answer to this question. ${LIVE}`)
+  }
+
+  /** The answer to a question, or to its default output: the first of the largest outputs. */
+  private find(params: Params): Kept | undefined {
+    const { query, ask = "layer", output } = params
+    const layer = params.layer ?? this.layerOf(String(ask))
+    const all = Object.values(this.carried.answers).filter(
+      (kept) => kept.query.query === String(query) && kept.ask === ask && kept.layer === layer,
+    )
+    if (output !== null && output !== undefined)
+      return all.find((kept) => kept.output === Number(output))
+    return all.find((kept) => kept.output === kept.outputs[0]?.output) ?? all[0]
+  }
+
+  private first(params: Params): Kept {
+    return this.kept({ query: params.query, ask: "network" })
+  }
+
+  private layerOf(ask: string): string | null {
+    const last = this.carried.run.layers.at(-1)?.name ?? null
+    return ask === "layer" || ask === "keys" ? last : null
+  }
+}
+
+export function keyOf(query: string, ask: string, layer: string | null, output: number): string {
+  return `${query}|${ask}|${layer ?? ""}|${output}`
+}
+
+function spanOf(params: Params): [number, number] | null {
+  if (params.span === null || params.span === undefined) return null
+  const [first = 0, last = first] = String(params.span).split("-").map(Number)
+  return [first, last]
+}
+
+function page<T>(all: T[], params: Params): T[] {
+  const offset = Number(params.offset ?? 0)
+  return all.slice(offset, offset + Number(params.limit ?? 50))
+}
+
+function valueOf(outputs: Output[], output: number): number {
+  return outputs.find((one) => one.output === output)?.value ?? 0
+}

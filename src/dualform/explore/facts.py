@@ -1,0 +1,106 @@
+"""What a run is, and what can be asked of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from dualform.explore.exhibit import LONGEST_NAME, Exhibit, plain_label
+from dualform.explore.found import NEEDS_MODEL
+from dualform.explore.pictures import shorten
+from dualform.ledger import Stream
+from dualform.read import Run
+from dualform.read.scan import Scan, places
+
+QUESTIONS = {
+    "layer": (
+        "This layer",
+        "What one layer's output is made of: exact amounts, training sample by training sample.",
+    ),
+    "network": (
+        "Whole network",
+        "What the model's output is made of, through all layers: a complete account of what "
+        "training did.",
+    ),
+    "removed": (
+        "What if removed",
+        "How much the output would fall if a sample had not been trained on: an estimate, since "
+        "others would have stood in for it.",
+    ),
+    "keys": (
+        "Keys only",
+        "How alike a training input and this one look to the layer, without what was learned "
+        "from it: the score of the paper.",
+    ),
+}
+
+
+def run_facts(exhibit: Exhibit) -> dict[str, Any]:
+    """The run, its layers, its labels, and the questions there are."""
+    run = exhibit.run
+    counts = Counter(plain_label(run.samples.labels.get(name)) for name in run.ids)
+    labels = sorted((la for la in counts if la is not None), key=lambda la: (str(type(la)), la))
+    return {
+        "name": run.path.resolve().name,
+        "steps": run.steps,
+        "samples": len(run.ids),
+        "bytes": run.nbytes,
+        "bins": {"unit": run.bins.unit, "edges": list(run.bins.edges)},
+        "layers": [_layer(run, stream) for stream in run.info.streams],
+        "labels": [{"label": label, "count": counts[label]} for label in labels],
+        "classes": exhibit.classes,
+        "questions": [_question(ask, exhibit) for ask in QUESTIONS],
+        "queries": exhibit.listed,
+        "accepts": exhibit.accepts,
+        "facts": _facts(run),
+    }
+
+
+def _layer(run: Run, stream: Stream) -> dict[str, Any]:
+    ledger = run.source.ledger
+    return {
+        "name": stream.name,
+        "inputs": math.prod(stream.keys),
+        "outputs": stream.values[0] if stream.layout else math.prod(stream.values),
+        "rows": Scan(ledger, stream, run.steps).rows,
+        "places": places(ledger, stream),
+        "grid": grid(stream),
+    }
+
+
+def grid(stream: Stream) -> list[int] | None:
+    """Height and width of a layer's patches, where they lie in a plane."""
+    return list(stream.values[1:]) if stream.layout and len(stream.values) == 3 else None
+
+
+def _question(ask: str, exhibit: Exhibit) -> dict[str, Any]:
+    title, meaning = QUESTIONS[ask]
+    available = ask in ("layer", "keys") or exhibit.model is not None
+    why = "" if available else f"It needs the model: {NEEDS_MODEL}."
+    return {"ask": ask, "title": title, "meaning": meaning, "available": available, "why": why}
+
+
+def _facts(run: Run) -> dict[str, str]:
+    """What was recorded, and how; nothing that tells of the machine."""
+    metadata = run.info.metadata
+    settings = metadata.get("settings", [])
+    groups = [_listed(group) for group in settings] if isinstance(settings, list) else []
+    return {
+        "Optimizer": shorten(metadata.get("optimizer", "unknown"), LONGEST_NAME),
+        "Settings at the start": "; ".join(dict.fromkeys(groups)) or "unknown",
+        "Steps": f"{run.steps:,}",
+        "Samples": f"{len(run.ids):,}",
+        "Recorded": f"{run.nbytes / 1e6:,.1f} MB",
+        "Versions": _listed(metadata.get("versions")) or "unknown",
+        "Created": shorten(metadata.get("created", "unknown"), LONGEST_NAME),
+    }
+
+
+def _listed(pairs: Any) -> str:
+    """Names and values in one line; switches that are off are left out."""
+    if not isinstance(pairs, Mapping):
+        return ""
+    shown = {n: value for n, value in pairs.items() if value is not None and value is not False}
+    return ", ".join(f"{shorten(n, 30)} {shorten(v, 30)}" for n, v in shown.items())

@@ -1,0 +1,295 @@
+"""What was read for a question: amounts by sample and part of training, and their check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.errors import ReadingError
+from dualform.explore.exhibit import Exhibit, Subject, logits
+from dualform.ledger.samples import SampleId
+from dualform.read import Reading
+from dualform.read.explain import ask_all, by_layer
+from dualform.read.grouped import Grouping
+from dualform.read.queries import LayerQueries
+from dualform.read.scan import places
+from dualform.read.scores import Array, Check
+from dualform.read.spotlight import unknown_layer
+
+ASKED = ("layer", "network", "removed", "keys")
+NEEDS_MODEL = (
+    "start with it and with queries: "
+    "dualform view RUN --model package.module:function --input x.npy"
+)
+NO_INPUT = (
+    "a training sample is known by what its layers last saw, not by its input; "
+    "ask about a layer, or give the sample among the queries."
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: of which query, about which output, and of which rows.
+
+    >>> Question("3", "network", output=7).ask
+    'network'
+    """
+
+    query: str
+    ask: str = "layer"
+    layer: str | None = None
+    output: int | None = None
+    place: int | None = None
+    at: int | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer to a question, which is complete now: every part of it that was left open."""
+
+    question: Question
+    cells: Array
+    """(samples, bins); (samples, 1) where nothing says when."""
+    outputs: Array
+    """(width,): of the layer, or of the model."""
+    note: str
+    check: Mapping[str, float] | None = None
+    missed: float | None = None
+    """The share of what training changed that stays unexplained."""
+    shares: Mapping[str, float] | None = None
+    """Each layer's part, where the whole network was asked."""
+    marks: Array | None = None
+    """(places,): the output asked about, at each position of the query."""
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes."""
+        return self.cells.nbytes + self.outputs.nbytes
+
+
+class Reader:
+    """Reads what an exhibit is asked.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> found = Reader(Exhibit(run, model, x[:2]))(Question("0", "network"))
+    >>> found.cells.shape, bool(found.missed < 1e-3), list(found.shares)
+    ((8, 3), True, ['0', '2'])
+    """
+
+    def __init__(self, exhibit: Exhibit) -> None:
+        self.exhibit, self._ridge = exhibit, Lock()
+
+    def __call__(self, question: Question) -> Found:
+        """The answer; one scan of the run, or a few."""
+        if question.ask not in ASKED:
+            raise ReadingError(
+                f"ask='{question.ask}': there are {', '.join(map(repr, ASKED))} to ask."
+            )
+        subject = self.exhibit.subject(question.query)
+        answer = {
+            "layer": self._layer,
+            "keys": self._keys,
+            "network": self._network,
+            "removed": self._removed,
+        }[question.ask]
+        return answer(subject, question)
+
+    def reading(self, subject: Subject, question: Question) -> tuple[Reading, Question, Array]:
+        """One output of one layer at one place; what was chosen; and all outputs of the layer."""
+        run = self.exhibit.run
+        layer = question.layer if question.layer is not None else _last(run.layers)
+        if layer not in run.layers:
+            raise unknown_layer(layer, run.layers)
+        everywhere = self._spotlight(subject, question.output)
+        if layer not in everywhere:
+            raise ReadingError(f"the model does not use layer '{layer}' for this query.")
+        reading = everywhere[layer]
+        outputs = reading.queries.outputs
+        place = _checked("place", question.place, len(outputs), int(outputs.amax(1).argmax()))
+        one = reading.only([place])
+        unit = int(one.directions[0].argmax())
+        chosen = replace(question, layer=layer, output=unit, place=place)
+        return one, chosen, outputs.numpy()
+
+    def places(self, question: Question, chosen: Sequence[SampleId]) -> Array:
+        """(samples, positions): what each position of some training samples adds, in this layer."""
+        reading, _, _ = self.reading(self.exhibit.subject(question.query), question)
+        source = reading.source
+        count = places(source.ledger, source.ledger.info.stream(reading.layer))
+        known = {name: at for at, name in enumerate(source.ids)}
+        rows = torch.full((int(source.numbers.max()) + 1,), len(chosen))
+        rows[source.numbers[[known[name] for name in chosen]]] = torch.arange(len(chosen))
+
+        def group(steps: Tensor, samples: Tensor, at: Tensor) -> Tensor:
+            return rows[samples] * count + at.clamp_max(count - 1)
+
+        sums = reading.sums(Grouping((len(chosen) + 1) * count, group))[:, 0]
+        return sums.reshape(-1, count)[:-1]
+
+    def on_queries(self, count: int) -> tuple[Array, NDArray[np.int64]]:
+        """(samples, queries) at the last layer, and the output each query has most of.
+
+        Where a query has several places, at the one with most output.
+        """
+        if not count or self.exhibit.model is None:
+            return np.zeros((len(self.exhibit.run.ids), 0)), np.zeros(0, dtype=np.int64)
+        reading = self.exhibit.run.spotlight(self.exhibit.model, self.exhibit.inputs(count)).last
+        best = reading.queries.outputs.amax(1).reshape(count, -1)
+        chosen = torch.arange(count) * best.shape[1] + best.argmax(1)
+        one_each = reading.only(chosen.tolist())
+        return one_each.samples().values, one_each.directions.argmax(1).numpy()
+
+    def without(self, found: Found, ids: Sequence[SampleId]) -> tuple[Array, Array]:
+        """All outputs, as they are and with these samples' rows taken out of the weights.
+
+        The model's outputs; of a query without input, those of the layer that was asked.
+        """
+        subject = self.exhibit.subject(found.question.query)
+        if subject.x is None or self.exhibit.model is None:
+            return found.outputs, self._layer_without(subject, found, ids)
+        own = dict(self.exhibit.model.named_parameters())
+        kept = self.exhibit.run.forget(ids)
+        weights = {name: weight.to(own[name]) for name, weight in kept.items() if name in own}
+        place = -1 if found.question.ask in ("layer", "keys") else found.question.place or 0
+        before, after = (self.exhibit.outputs(subject.x, w)[place] for w in (None, weights))
+        return before.numpy(), after.numpy()
+
+    def _layer_without(self, subject: Subject, found: Found, ids: Sequence[SampleId]) -> Array:
+        """The outputs of a layer less what these samples added to each."""
+        reading, _, _ = self.reading(subject, found.question)
+        numbers = reading.source.numbers
+        chosen = numbers[[list(reading.source.ids).index(name) for name in ids]]
+        every = range(len(found.outputs))
+        asked = Reading(
+            reading.layer,
+            LayerQueries(
+                [f"output {unit}" for unit in every],
+                reading.queries.inputs.expand(len(every), -1),
+                reading.queries.outputs.expand(len(every), -1),
+            ),
+            torch.eye(len(every), dtype=torch.float64),
+            [f"output {unit}" for unit in every],
+            reading.source,
+        )
+        gone = Grouping(2, lambda steps, samples, at: torch.isin(samples, chosen).long())
+        lost: Array = asked.sums(gone)[1]
+        return found.outputs - lost
+
+    def _spotlight(self, subject: Subject, output: int | None) -> Any:
+        run, model = self.exhibit.run, self.exhibit.model
+        if subject.sample is not None:
+            return run.revisit([subject.sample], output)
+        assert model is not None
+        return run.spotlight(model, subject.x, output)
+
+    def _layer(self, subject: Subject, question: Question) -> Found:
+        reading, chosen, outputs = self.reading(subject, question)
+        cells = self._cells(reading.sums(self._grouping(question.at)))
+        marks = outputs[:, chosen.output] if len(outputs) > 1 else None
+        if question.at is not None:
+            note = f"Only what position {question.at} of the training samples added."
+            return Found(chosen, cells, outputs[chosen.place], note, marks=marks)
+        check = reading.checked(cells.sum(keepdims=True)[0])
+        note = "Exact: what each training sample added to this output of the layer."
+        parts, missed = _check(check), _missed(check)
+        return Found(chosen, cells, outputs[chosen.place], note, parts, missed, marks=marks)
+
+    def _keys(self, subject: Subject, question: Question) -> Found:
+        reading, chosen, outputs = self.reading(subject, question)
+        scores = reading.keys_only()
+        marks = outputs[:, chosen.output] if len(outputs) > 1 else None
+        note = "How alike the inputs are, Σ |x·q|: no error, no sign, no units of the output."
+        return Found(chosen, scores.values, outputs[chosen.place], note, marks=marks)
+
+    def _network(self, subject: Subject, question: Question) -> Found:
+        chosen, outputs = self._target(subject, question)
+        run, model = self.exhibit.run, self.exhibit.model
+        assert model is not None
+        (asked,) = ask_all(model, subject.x, _number(chosen), run.source)
+        by_book = by_layer(asked.sums(self._grouping()))
+        parts = {layer: self._cells(sums) for layer, sums in by_book.items()}
+        shares = {layer: float(cells.sum()) for layer, cells in parts.items()}
+        if question.layer is not None:
+            if question.layer not in parts:
+                raise unknown_layer(question.layer, list(parts))
+            note = f"Only what training samples added through the parameters of {question.layer}."
+            return Found(chosen, parts[question.layer], outputs, note, shares=shares)
+        cells = np.zeros((len(run.source.ids), len(run.bins))) + sum(parts.values())
+        check = asked.check(cells.sum(keepdims=True)[0])
+        note = "An account: what each training sample added to the output, through all layers."
+        return Found(chosen, cells, outputs, note, _check(check), _missed(check), shares)
+
+    def _removed(self, subject: Subject, question: Question) -> Found:
+        chosen, outputs = self._target(subject, question)
+        with self._ridge:  # what does not depend on the query is made once, not twice at a time
+            influence = self.exhibit.run.influence(self.exhibit.model, subject.x, _number(chosen))  # type: ignore[arg-type]
+        return Found(
+            chosen, influence.values, outputs, f"{influence.note[:1].upper()}{influence.note[1:]}."
+        )
+
+    def _target(self, subject: Subject, question: Question) -> tuple[Question, Array]:
+        """Which output of the model is asked about, and all of them at that place."""
+        if self.exhibit.model is None:
+            raise ReadingError(
+                f"the whole network cannot be asked without the model; {NEEDS_MODEL}."
+            )
+        if subject.x is None:
+            raise ReadingError(NO_INPUT)
+        outputs = self.exhibit.outputs(subject.x)
+        place = _checked("place", question.place, len(outputs), len(outputs) - 1)
+        usual = int(outputs[place].argmax())
+        output = _checked("output", question.output, outputs.shape[1], usual)
+        return replace(question, output=output, place=place), outputs[place].numpy()
+
+    def _grouping(self, position: int | None = None) -> Grouping:
+        """By sample and bin; rows at other positions go into a last group."""
+        source, bins = self.exhibit.run.source, self.exhibit.run.bins
+        rest = len(source.ids) * len(bins)
+
+        def group(steps: Tensor, samples: Tensor, at: Tensor) -> Tensor:
+            found = torch.searchsorted(source.numbers, samples.long()) * len(bins)
+            found += bins.by_step(steps)
+            return found if position is None else torch.where(at == position, found, rest)
+
+        return Grouping(rest + 1, group)
+
+    def _cells(self, sums: Array) -> Array:
+        return sums[:-1, 0].reshape(len(self.exhibit.run.source.ids), -1)
+
+
+def _number(question: Question) -> Any:
+    """The target as a function of the model's output for one query."""
+    place, output = question.place, question.output
+    assert place is not None
+    assert output is not None
+    return lambda out: logits(out)[place, output]
+
+
+def _check(check: Check) -> dict[str, float]:
+    parts = check.lines(0)
+    return {name.replace("booked by step", "by_step"): value for name, value in parts.items()}
+
+
+def _missed(check: Check) -> float:
+    learned = np.abs(check.total - check.initial).max()
+    return float(np.abs(check.remainder).max() / max(learned, 1e-300))
+
+
+def _checked(name: str, given: int | None, count: int, usual: int) -> int:
+    if given is not None and not 0 <= given < count:
+        raise ReadingError(f"{name}={given}: this query has {name}s 0 to {count - 1}.")
+    return usual if given is None else given
+
+
+def _last(layers: list[str]) -> str:
+    if not layers:
+        raise ReadingError("no layer of this run was booked by row; the books say why.")
+    return layers[-1]

@@ -1,0 +1,90 @@
+"""Views worked out in threads: shared, with news of how far they are, and cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event, RLock
+from typing import Any
+
+from dualform.errors import DualformError
+from dualform.read.progress import watched
+
+WORKERS = 2
+PAUSE = 0.1
+"""Seconds between two pieces of news."""
+
+
+class CancelledByReader(DualformError):
+    """Nobody waits for the answer any more."""
+
+
+class Job:
+    """One view that is being worked out."""
+
+    def __init__(self) -> None:
+        self.future: Future[Any] = Future()
+        self.news: dict[str, Any] = {"progress": 0.0, "doing": "waiting"}
+        self.waiting = 0
+        self._unwanted = Event()
+
+    def leave(self) -> None:
+        """One reader less; without any, the work ends at its next chunk."""
+        self.waiting -= 1
+        if not self.waiting:
+            self._unwanted.set()
+
+    def work(self, make: Callable[[], Any]) -> Any:
+        """Makes the answer, with an eye on whether somebody waits."""
+        with watched(self._watch):
+            self._watch("reading", 0.0)
+            return make()
+
+    def _watch(self, doing: str, share: float) -> None:
+        if self._unwanted.is_set():
+            raise CancelledByReader("cancelled: nobody waits for the answer any more.")
+        self.news = {"progress": share, "doing": doing}
+
+
+class Jobs:
+    """Runs views; one that is asked for while it is worked out is not worked out twice."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="dualform-view")
+        self._running: dict[Hashable, Job] = {}
+        self._lock = RLock()  # a job that is done at once says so while it is begun
+
+    def join(self, key: Hashable, make: Callable[[], Any]) -> Job:
+        """The job of this key, begun if there is none; `leave` it in the end."""
+        with self._lock:
+            job = self._running.get(key)
+            if job is None or job._unwanted.is_set():
+                job = self._running[key] = Job()
+                job.future = self._pool.submit(job.work, make)
+                job.future.add_done_callback(lambda _: self._done(key, job))
+            job.waiting += 1
+            return job
+
+    def close(self) -> None:
+        """Ends without waiting for what nobody will read."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self, key: Hashable, job: Job) -> None:
+        with self._lock:
+            if self._running.get(key) is job:
+                del self._running[key]
+
+
+async def follow(job: Job) -> AsyncIterator[dict[str, Any]]:
+    """News while there is some, then the result or the error."""
+    future, told = asyncio.wrap_future(job.future), None
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, by us
+    while not (await asyncio.wait({future}, timeout=PAUSE))[0]:
+        if job.news != told:
+            told = job.news
+            yield told
+    try:
+        yield {"result": future.result()}
+    except (DualformError, OSError) as error:
+        yield {"error": str(error)}

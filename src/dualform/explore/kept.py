@@ -1,0 +1,43 @@
+"""Results that are kept: each is worked out once, and the oldest make room for new ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from threading import Lock
+from typing import Any
+
+MOST_BYTES = 256 << 20
+
+
+class Kept:
+    """Results by what was asked, up to so many bytes.
+
+    >>> kept = Kept()
+    >>> kept.get("two", lambda: 2), kept.get("two", lambda: 3)
+    (2, 2)
+    """
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        self._most, self._results = most, OrderedDict[Hashable, Any]()
+        self._lock = Lock()
+
+    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The result, made if there is none."""
+        with self._lock:
+            if key in self._results:
+                self._results.move_to_end(key)
+                return self._results[key]
+        result = make()
+        self.put(key, result)
+        return result
+
+    def put(self, key: Hashable, result: Any) -> None:
+        """Keeps a result; drops the oldest where they are too large together."""
+        with self._lock:
+            self._results[key] = result
+            sizes = {id(r): int(getattr(r, "nbytes", 1024)) for r in self._results.values()}
+            while sum(sizes.values()) > self._most and len(self._results) > 1:
+                _, dropped = self._results.popitem(last=False)
+                if not any(dropped is r for r in self._results.values()):
+                    del sizes[id(dropped)]

@@ -1,0 +1,58 @@
+"""The explorer, wherever one is: in a notebook as a widget, elsewhere in a browser."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from dualform.errors import DualformError
+from dualform.explore.encoding import Encode
+from dualform.explore.exhibit import Exhibit, Query
+from dualform.explore.views import Explorer
+from dualform.read import Run
+
+
+def view(
+    run: Run,
+    model: nn.Module | None = None,
+    x: Any = None,
+    queries: Sequence[Query] = (),
+    encode: Encode | None = None,
+) -> Any:
+    """Opens the explorer: in a notebook as a widget, elsewhere in a browser, until interrupted.
+
+    >>> import dualform
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> dualform.view(run, x=x)
+    Traceback (most recent call last):
+    dualform.errors.ReadingError: queries need the model that they are asked of: give model and x.
+
+    Args:
+        model, x, queries, encode: as in `dualform.explore.Exhibit`.
+    """
+    explorer = Explorer(Exhibit(run, model, x, queries, encode))
+    try:
+        if _in_notebook():
+            from dualform.explore.widget import ExplorerWidget
+
+            return ExplorerWidget(explorer)
+        from dualform.explore.server import serve
+    except ImportError as error:
+        raise missing(error) from error
+    return serve([explorer])
+
+
+def missing(error: ImportError) -> DualformError:
+    """Says what to install."""
+    return DualformError(
+        f"the explorer needs {error.name}, which is not installed: pip install 'dualform[explore]'."
+    )
+
+
+def _in_notebook() -> bool:
+    shell = sys.modules.get("IPython")
+    return shell is not None and type(shell.get_ipython()).__name__ == "ZMQInteractiveShell"

@@ -1,0 +1,374 @@
+"""Every view of the explorer as JSON: what a page, a report and a notebook show alike.
+
+docs/explorer-api.md describes them. A view is a function of an `Explorer` and its parameters.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dualform.errors import ReadingError
+from dualform.explore.encoding import pieces
+from dualform.explore.exhibit import LONGEST_NAME, Exhibit, plain_label
+from dualform.explore.facts import grid, run_facts
+from dualform.explore.found import Found, Question, Reader
+from dualform.explore.given import Given
+from dualform.explore.kept import Kept
+from dualform.explore.pictures import picture, shorten
+from dualform.explore.sums import SHOWN, group, largest, numbered, ranked, strongest
+from dualform.ledger.samples import SampleId
+from dualform.read.scan import places
+from dualform.read.scores import Array
+from dualform.read.suspicion import RowErrors, row_errors
+
+Json: TypeAlias = dict[str, Any]
+
+MOST_EFFECTS = 256
+"""Over how many queries a training sample's effects are looked for."""
+MOST_LISTED = 500
+MOST_FORGOTTEN = 10_000
+MOST_HIGHLIGHTED = 100
+FORGOTTEN = (
+    "Their contributions are taken out of the weights, and nothing is trained again; the estimate "
+    "says what training without them would have led to."
+)
+
+
+class Explorer:
+    """Answers for one exhibit; what was read is kept, as far as memory allows.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> explorer = Explorer(Exhibit(run, model, x[:2]))
+    >>> sorted(explorer.view("answer", {"query": "0"})["check"])
+    ['by_step', 'evidence', 'initial', 'remainder', 'total']
+    >>> explorer.view("anwser", {})
+    Traceback (most recent call last):
+    dualform.errors.ReadingError: there is no view 'anwser'; there are acts, answer, books, ...
+    """
+
+    def __init__(self, exhibit: Exhibit) -> None:
+        self.exhibit, self.run = exhibit, exhibit.run
+        self.reader, self._kept = Reader(exhibit), Kept()
+        self._views: dict[str, Callable[[Given], Json]] = {
+            "acts": self._acts,
+            "answer": self._answer,
+            "books": self._books,
+            "evidence": self._evidence,
+            "forget": self._forget,
+            "highlights": self._highlights,
+            "layers": self._layers,
+            "queries": self._queries,
+            "run": self._facts,
+            "sample": self._sample,
+            "suspects": self._suspects,
+        }
+
+    def view(self, name: str, parameters: Mapping[str, str | Sequence[str]]) -> Json:
+        """One view as JSON."""
+        if name not in self._views:
+            raise ReadingError(f"there is no view '{name}'; there are {', '.join(self._views)}.")
+        return self._views[name](Given(parameters))
+
+    def suspects_csv(self) -> str:
+        """All samples, the most suspicious first, as a table for other programs."""
+        out = io.StringIO()
+        writer = csv.writer(out)
+        writer.writerow(["id", "label", "suspicion"])
+        for at in self._ranks:
+            name = self.run.source.ids[at]
+            writer.writerow([name, self.run.samples.labels.get(name, ""), self._suspicion[at]])
+        return out.getvalue()
+
+    def found(self, parameters: Mapping[str, str | Sequence[str]]) -> Found:
+        """What was read for the question that parameters ask."""
+        return self._found(Given(parameters))
+
+    def line(self, at: int) -> Json:
+        """What to show of a training sample, by its place."""
+        return self._line(at, 0.0)
+
+    def _found(self, given: Given) -> Found:
+        question = Question(
+            given.text("query"),
+            given.text("ask", "layer"),
+            given.text("layer", "") or None,
+            given.number("output"),
+            given.number("place"),
+            given.number("at"),
+        )
+        found: Found = self._kept.get(question, lambda: self.reader(question))
+        for place in (question.place, found.question.place):  # asked in full, it is the same
+            self._kept.put(replace(found.question, place=place), found)
+        return found
+
+    def _facts(self, given: Given) -> Json:
+        found: Json = self._kept.get("run", lambda: run_facts(self.exhibit))
+        return found
+
+    def _queries(self, given: Given) -> Json:
+        chosen = self._chosen_queries(given)
+        some = given.page(chosen, MOST_LISTED)
+        return {"total": len(chosen), "queries": self._cards(some)}
+
+    def _cards(self, at: Sequence[int]) -> list[Json]:
+        return [self.exhibit.card(subject) for subject in self.exhibit.some(at)]
+
+    def _chosen_queries(self, given: Given) -> list[int]:
+        exhibit, words = self.exhibit, given.text("search", "").lower()
+        chosen = [at for at in range(exhibit.listed) if words in exhibit.words(at)]
+        if given.text("wrong", "") in ("1", "true"):
+            chosen = [at for at in chosen if exhibit.right(at) is False]
+        return chosen
+
+    def _answer(self, given: Given) -> Json:
+        found = self._found(given)
+        amounts = self._amounts(found, given)
+        question = found.question
+        subject = self.exhibit.subject(question.query)
+        text = subject.shown.preview.data if subject.shown.preview else ""
+        whole = given.span(self._bins(found)) is None
+        return {
+            "query": self.exhibit.card(subject),
+            "ask": question.ask,
+            "layer": question.layer,
+            "output": question.output,
+            "asked": _asked(question),
+            "outputs": largest(found.outputs),
+            "check": found.check if whole else None,
+            "error": found.missed if whole else None,
+            "note": found.note
+            if whole
+            else "Only what was learned in the chosen part of training.",
+            "unit": "similarity" if question.ask == "keys" else "units of the output",
+            "sides": {side: self._side(amounts, side) for side in ("for", "against")},
+            "timeline": None
+            if question.ask in ("removed", "keys")
+            else found.cells.sum(0).tolist(),
+            "groups": self._groups(amounts),
+            "places": 1 if found.marks is None else len(found.marks),
+            "place": None if found.marks is None else question.place,
+            "marks": None if found.marks is None else found.marks.tolist(),
+            "tokens": None if found.marks is None else pieces(str(text), len(found.marks)),
+        }
+
+    def _evidence(self, given: Given) -> Json:
+        amounts = self._amounts(self._found(given), given)
+        label = given.text("label", "")
+        if label:
+            amounts = np.where(self._labeled(label), amounts, 0.0)
+        lines = ranked(amounts, given.choice("side", ("for", "against")))
+        some = given.page(lines, MOST_LISTED)
+        return {"total": len(lines), "samples": [self._line(at, amounts[at]) for at in some]}
+
+    def _layers(self, given: Given) -> Json:
+        asked = given.without("layer", "place", "at") | {"ask": "network"}
+        found = self.found(asked)
+        assert found.shares is not None
+        assert found.check is not None
+        shares = [{"layer": name, "value": value} for name, value in found.shares.items()]
+        parts = {name: found.check[name] for name in ("initial", "remainder", "total")}
+        return {"output": found.question.output, "shares": shares, **parts}
+
+    def _acts(self, given: Given) -> Json:
+        found = self._found(given)
+        sample = self.run.sample_id(given.text("id"))
+        at = self._place_of(sample)
+        asked_when = found.question.ask in ("layer", "network")
+        where = self._where(found, [sample])
+        line = self._line(at, float(self._amounts(found, given)[at]))
+        preview = line["preview"] or {}
+        return {
+            **line,
+            "timeline": found.cells[at].tolist() if asked_when else None,
+            "places": None if where is None else where[0].tolist(),
+            "tokens": None if where is None else pieces(preview.get("text", ""), where.shape[1]),
+            "grid": None
+            if where is None
+            else grid(self.run.info.stream(found.question.layer or "")),
+        }
+
+    def _highlights(self, given: Given) -> Json:
+        """What each piece of some samples' texts adds, where there is a position a piece."""
+        found = self._found(given)
+        chosen = [self.run.sample_id(name) for name in given.several("id", MOST_HIGHLIGHTED)]
+        previews = {name: self.run.samples.preview(name) for name in chosen}
+        texts = {name: str(p.data) for name, p in previews.items() if p and p.kind == "text"}
+        where = self._where(found, list(texts)) if texts else None
+        if where is None:
+            return {"samples": {}}
+        cut = {name: pieces(text, where.shape[1]) for name, text in texts.items()}
+        marked = zip(cut.items(), where.tolist(), strict=True)
+        samples = {
+            str(n): {"tokens": cut, "places": amounts} for (n, cut), amounts in marked if cut
+        }
+        return {"samples": samples}
+
+    def _where(self, found: Found, chosen: Sequence[SampleId]) -> Array | None:
+        """(samples, positions): what each position adds, where the layer has positions."""
+        question = found.question
+        if question.ask != "layer" or question.layer is None:
+            return None
+        stream = self.run.info.stream(question.layer)
+        if places(self.run.source.ledger, stream) < 2:
+            return None
+        key = ("where", question, *chosen)
+        found_places: Array = self._kept.get(key, lambda: self.reader.places(question, chosen))
+        return found_places
+
+    def _sample(self, given: Given) -> Json:
+        sample = self.run.sample_id(given.text("id"))
+        at = self._place_of(sample)
+        errors = self._errors
+        mine = np.flatnonzero(errors.samples == at)
+        bins = np.digitize(errors.steps[mine], self.run.bins.edges[1:-1], right=True)
+        effects = self._effects(at)
+        return {
+            **self._line(at, 0.0),
+            "visits": len(np.unique(errors.steps[mine])),
+            "history": [
+                {"bin": int(b), "error": float(errors.relative[mine][bins == b].mean())}
+                for b in np.unique(bins)
+            ],
+            "suspicion": float(self._suspicion[at]),
+            "rank": int(np.flatnonzero(self._ranks == at)[0]) + 1,
+            "helps": [effect for effect in effects if effect["value"] > 0][:SHOWN],
+            "hurts": [effect for effect in effects[::-1] if effect["value"] < 0][:SHOWN],
+            "of": self._on_queries[0].shape[1],
+            "query": f"sample:{sample}",
+        }
+
+    def _effects(self, at: int) -> list[Json]:
+        """What one sample adds to each query's prediction, largest first; only the ends."""
+        values, outputs = self._on_queries
+        order = np.argsort(-values[at], kind="stable")
+        ends = np.unique(np.r_[np.arange(len(order))[:SHOWN], np.arange(len(order))[-SHOWN:]])
+        cards = self._cards(order[ends].tolist())
+        return [
+            {"query": card, "output": int(outputs[q]), "value": float(values[at, q])}
+            for card, q in zip(cards, order[ends], strict=True)
+        ]
+
+    @cached_property
+    def _on_queries(self) -> tuple[Array, NDArray[np.int64]]:
+        """(samples, queries) at the last layer, for the output each query has most of."""
+        return self.reader.on_queries(min(len(self.exhibit), MOST_EFFECTS))
+
+    def _suspects(self, given: Given) -> Json:
+        some = given.page(self._ranks.tolist(), MOST_LISTED)
+        lines = [self._line(at, float(self._suspicion[at])) for at in some]
+        return {"total": len(self._ranks), "samples": lines}
+
+    def _forget(self, given: Given) -> Json:
+        ids = [self.run.sample_id(name) for name in given.several("id", MOST_FORGOTTEN)]
+        found = self._found(given)
+        outputs = self._kept.get(
+            ("forget", found.question.query, *ids), lambda: self.reader.without(found, ids)
+        )
+        before = float(found.outputs[found.question.output or 0])
+        lost, retrained = self._lost(found, ids), None
+        if given.text("estimate", "") == "1" or found.question.ask == "removed":
+            asked = given.without("layer", "place", "at", "span") | {"ask": "removed"}
+            estimated = self.found(asked)
+            output = estimated.question.output or 0
+            retrained = float(estimated.outputs[output]) - self._lost(estimated, ids)
+        return {
+            "ids": ids,
+            "note": FORGOTTEN,
+            "before": numbered(outputs[0]),
+            "after": numbered(outputs[1]),
+            "asked": {
+                "output": found.question.output,
+                "before": before,
+                "after": before - lost,
+                "retrained": retrained,
+            },
+        }
+
+    def _lost(self, found: Found, ids: Sequence[SampleId]) -> float:
+        """What these samples add to what is asked, in sum."""
+        at = [self._place_of(name) for name in dict.fromkeys(ids)]
+        return float(found.cells[at].sum())
+
+    def _books(self, given: Given) -> Json:
+        found: Json = self._kept.get("books", lambda: self.run.audit().to_dict())
+        return found
+
+    def _amounts(self, found: Found, given: Given) -> Array:
+        """(samples,): the amounts, within the span of training that is asked about."""
+        span = given.span(self._bins(found))
+        cells = found.cells if span is None else found.cells[:, span[0] : span[1] + 1]
+        amounts: Array = cells.sum(1)
+        return amounts
+
+    def _bins(self, found: Found) -> int:
+        """How many parts of training it tells apart; 0 where it tells none."""
+        return 0 if found.question.ask in ("removed", "keys") else found.cells.shape[1]
+
+    def _side(self, amounts: Array, side: str) -> Json:
+        own = amounts > 0 if side == "for" else amounts < 0
+        lines = [self._line(at, float(amounts[at])) for at in strongest(amounts, side)]
+        return {"sum": float(amounts[own].sum()), "count": int(own.sum()), "samples": lines}
+
+    def _groups(self, amounts: Array) -> list[Json]:
+        return [group(label, amounts[members]) for label, members in self._labels.items()]
+
+    @cached_property
+    def _labels(self) -> dict[Any, NDArray[np.int64]]:
+        """The places of the samples of each label; None for those without one."""
+        known = self.run.samples.labels
+        found: dict[Any, list[int]] = {}
+        for at, name in enumerate(self.run.source.ids):
+            found.setdefault(plain_label(known.get(name)), []).append(at)
+        order = sorted(found, key=lambda label: (label is None, str(type(label)), label or 0))
+        return {label: np.array(found[label]) for label in order}
+
+    def _labeled(self, label: str) -> NDArray[np.bool_]:
+        chosen = np.zeros(len(self.run.source.ids), dtype=bool)
+        for known, members in self._labels.items():
+            if str(known) == label:
+                chosen[members] = True
+        return chosen
+
+    def _line(self, at: int, value: float) -> Json:
+        name = self.run.source.ids[at]
+        shown = picture(self.run.samples.preview(name), f"sample {shorten(name, LONGEST_NAME)}")
+        label = plain_label(self.run.samples.labels.get(name))
+        return {"id": name, "label": label, "value": float(value), "preview": shown}
+
+    def _place_of(self, sample: SampleId) -> int:
+        if sample not in self._places:
+            self.run.revisit([sample])  # refuses it, and says what there is
+        return self._places[sample]
+
+    @cached_property
+    def _places(self) -> dict[SampleId, int]:
+        return {name: at for at, name in enumerate(self.run.source.ids)}
+
+    @cached_property
+    def _errors(self) -> RowErrors:
+        return row_errors(self.run.source, self.run.layers[-1])
+
+    @cached_property
+    def _suspicion(self) -> Array:
+        values: Array = self.run.suspicion().values[:, 0]
+        return values
+
+    @cached_property
+    def _ranks(self) -> NDArray[np.int64]:
+        """The samples, the most suspicious first."""
+        return np.argsort(-self._suspicion, kind="stable")
+
+
+def _asked(question: Question) -> str:
+    if question.ask in ("network", "removed"):
+        return f"output {question.output} of the model"
+    return f"output {question.output} of layer {question.layer}"

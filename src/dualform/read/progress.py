@@ -1,0 +1,67 @@
+"""How far a scan is: a bar in a terminal, or news to whoever watches instead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+PATIENCE = 1.0
+"""Seconds before a progress bar is worth showing."""
+
+Watcher: TypeAlias = Callable[[str, float], None]
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Tells `watcher(doing, share)` of every scan inside, instead of showing bars.
+
+    What the watcher raises ends the scan: that is how to cancel one.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> with watched(lambda doing, share: print(doing, share)):
+    ...     scores = run.spotlight(model, x[:1])["2"].samples()
+    reading 2 1.0
+    """
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+class LateProgress:
+    """Tells the watcher; without one, shows a bar once somebody waits for more than a second."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self._doing, self._total, self._done = f"reading {name}", total, 0
+        self._watcher = _watcher.get()
+        self._began = time.monotonic()
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    def __enter__(self) -> LateProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def advance(self, count: int) -> None:
+        """So many more are done."""
+        self._done += count
+        if self._watcher is not None:
+            self._watcher(self._doing, self._done / max(1, self._total))
+        elif self._bar is not None:
+            self._bar.update(self._task, completed=self._done)
+        elif time.monotonic() - self._began > PATIENCE:
+            self._bar = Progress(console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(self._doing, total=self._total)
+            self._bar.start()

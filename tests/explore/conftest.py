@@ -1,0 +1,114 @@
+"""Small recorded runs to look at: digits, the same through a convolution, and words."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from playwright.sync_api import Browser, sync_playwright
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dualform
+from dualform.explore import Exhibit, Query
+from dualform.ledger.samples import Preview
+
+SAMPLES = 120
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "dog", "ran"]
+
+
+def record(
+    model: nn.Module, x: Tensor, y: Tensor, path: Path, epochs: int = 3, **shown: Any
+) -> dualform.Run:
+    """Trains with momentum, in batches of 30."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    with dualform.record(model, optimizer, path) as recorder:
+        recorder.describe(range(len(x)), **shown)
+        for _ in range(epochs):
+            for ids in torch.split(torch.randperm(len(x)), 30):
+                recorder.samples(ids)
+                F.cross_entropy(model(x[ids]), y[ids]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    model.eval()
+    return dualform.open(path)
+
+
+def digit_images() -> tuple[Tensor, Tensor]:
+    data = load_digits()
+    return torch.tensor(data.images / 16, dtype=torch.float32), torch.tensor(data.target)
+
+
+def shown_digits(labels: Tensor) -> list[Query]:
+    return [Query(f"digit {at}", int(label)) for at, label in enumerate(labels)]
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
+    """A network of two layers, and 40 test digits."""
+    torch.manual_seed(0)
+    (x, y), model = digit_images(), nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    train, test = x[:SAMPLES], x[SAMPLES : SAMPLES + 40]
+    path = tmp_path_factory.mktemp("runs") / "digits"
+    run = record(model, train.flatten(1), y[:SAMPLES], path, labels=y[:SAMPLES], previews=train)
+    return Exhibit(run, model, test.flatten(1), shown_digits(y[SAMPLES : SAMPLES + 40]))
+
+
+@pytest.fixture(scope="session")
+def patches(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
+    """A convolution before the last layer: its rows have a place in the picture."""
+    torch.manual_seed(0)
+    x, y = digit_images()
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+    path = tmp_path_factory.mktemp("runs") / "patches"
+    train, test = x[:60, None], x[60:70, None]
+    run = record(model, train, y[:60], path, labels=y[:60], previews=train)
+    return Exhibit(run, model, test, shown_digits(y[60:70]))
+
+
+class Reader(nn.Module):
+    """Says of a few words whether a cat is among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(len(WORDS), 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.mix(self.table(tokens)).tanh().mean(1))
+
+
+def encode(text: Preview) -> Tensor:
+    """A text as the numbers of its words."""
+    return torch.tensor([[WORDS.index(word) for word in text.data.split()]])
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
+    """Five words a sample: rows have a place in the text."""
+    torch.manual_seed(0)
+    tokens = torch.randint(len(WORDS), (60, 5))
+    labels, model = (tokens == WORDS.index("cat")).any(1).long(), Reader()
+    texts = [" ".join(WORDS[token] for token in sample) for sample in tokens]
+    path = tmp_path_factory.mktemp("runs") / "words"
+    run = record(model, tokens[:50], labels[:50], path, labels=labels[:50], previews=texts[:50])
+    queries = [Query(t, int(la), Preview("text", t)) for t, la in zip(texts, labels, strict=True)]
+    return Exhibit(run, model, tokens[50:], queries[50:], encode)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium; without one these tests fail rather than say nothing."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.fail("the explorer's tests need a browser: install Debian's `chromium`")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()
