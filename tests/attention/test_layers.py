@@ -134,6 +134,21 @@ def test_grouped_queries_share_keys(case: Case, causal: bool) -> None:
     near(twice(q, *(x.repeat_interleave(2, 1) for x in (k, v)), is_causal=causal), y)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_batch_norm_with_a_mask_for_each_head_of_queries(rows: int, causal: bool) -> None:
+    q, k, v = draw(3, 5, 7)
+    mask = torch.rand(2, 4, rows, 7, generator=torch.Generator().manual_seed(0)) < 0.7
+    twice = (x[:, :2].repeat_interleave(2, 1) for x in (k, v))
+    shared = attention.batch_norm(q, k[:, :2], v[:, :2], mask, is_causal=causal)
+    near(shared, attention.batch_norm(q, *twice, mask, is_causal=causal))
+
+
+def test_batch_norm_without_keys_reads_nothing() -> None:
+    q, k, v = draw(3, 5, 0)
+    assert torch.equal(attention.batch_norm(q, k, v), torch.zeros(2, 4, 5, 2).double())
+
+
 @each
 def test_no_queries_read_nothing(case: Case) -> None:
     q, k, v = draw(7, 0, 6)

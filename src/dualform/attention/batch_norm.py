@@ -102,6 +102,8 @@ def statistics(
             return _of_prefixes(q, k, None, offset) if is_causal else _of_all(k)
         require_mask(attn_mask, q, k)
         keep = seen(attn_mask)
+        if keep.ndim >= 3 and keep.shape[-3] not in (1, k.shape[-3]):
+            k = for_each_query_head(k, q)  # heads that share keys see different ones of them
         if keep.ndim >= 2 and keep.shape[-2] > 1:
             return _of_pairs(q, k, keep, is_causal, offset)
         keep = keep[..., 0, :, None] if keep.ndim >= 2 else keep[:, None]
@@ -109,6 +111,8 @@ def statistics(
 
 
 def _of_all(k: Tensor) -> Statistics:
+    if not k.shape[-2]:
+        return _of_kept(k, k.new_zeros(0, 1, dtype=torch.bool))
     variance, mean = torch.var_mean(wide(k), -2, correction=0, keepdim=True)
     return Statistics(mean, variance, mean.new_full((1, 1), k.shape[-2]))
 

@@ -69,7 +69,7 @@ def scaled_heads_attention(
     short, count = _Pool.apply(k, v, layout, False), len(factors)
     groups = zip(q.chunk(count, 1), short[:count], short[count:], strict=True)
     calls = [partial(scaled_dot_product_attention, *group, scale=scale) for group in groups]
-    pays = q.shape[-2] >= LONG or torch.cuda.is_current_stream_capturing()
+    pays = q.shape[-2] >= LONG or (q.is_cuda and torch.cuda.is_current_stream_capturing())
     return torch.cat(in_parallel(calls, q.device, pays), 1)
 
 
