@@ -1,5 +1,12 @@
 import type { ComponentChildren } from "preact"
-import { useEffect, useLayoutEffect, useMemo, useReducer, useState } from "preact/hooks"
+import {
+  useEffect,
+  useErrorBoundary,
+  useLayoutEffect,
+  useMemo,
+  useReducer,
+  useState,
+} from "preact/hooks"
 import type { RunFacts } from "./api.ts"
 import { ExplorerContext, paneOf, PaneContext, useExplorer } from "./context.ts"
 import { sentence } from "./load.ts"
@@ -24,14 +31,18 @@ interface Props {
   onState?(state: State): void
 }
 
+const FAULT = "The page has a fault and cannot show this. Go back, or open it anew without its #."
+
 /** The whole explorer: first the facts of its runs, then the page that the state names. */
 export function App({ route, open, onState }: Props) {
+  const [broken] = useErrorBoundary()
   const [, redraw] = useReducer((n: number) => n + 1, 0)
   const { runs, firsts, sources, failed } = useRuns(open)
   const { state } = route
   useEffect(() => route.listen(() => redraw(0)), [route])
   useLayoutEffect(() => onState?.(state))
   if (failed !== null) return <Failed message={failed} />
+  if (broken) return <Failed message={`${FAULT} (${sentence(broken)})`} />
   if (!runs) return <Opening />
   const explorer = {
     state,

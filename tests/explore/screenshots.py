@@ -26,12 +26,6 @@ SHOTS = {
         "dark",
     ),
     "explorer-phone": ("/query?query=12", {"width": 390, "height": 844}, "light"),
-    "explorer-compare": (
-        "/compare?query=12&b.query=12&b.output=9",
-        {"width": 1280, "height": 1000},
-        "light",
-    ),
-    "explorer-suspects": ("/suspects", {"width": 1280, "height": 800}, "light"),
 }
 """What is photographed: which state, how large, in which colors."""
 

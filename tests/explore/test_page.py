@@ -95,6 +95,14 @@ def test_patches_of_the_query_and_of_a_sample(visit: Visit, patches: Exhibit) ->
     assert "at=14" in visit.page.url
 
 
+def test_the_whole_network_through_one_layer(visit: Visit, digits: Exhibit) -> None:
+    visit.go("/query?ask=network")
+    visit.at("through").select_option("0")
+    part = Explorer(digits).view("answer", {"query": "0", "ask": "network", "layer": "0"})
+    eventually(lambda: visit.evidence("for"), amounts(part, "for"))
+    assert "layer=0" in visit.page.url
+
+
 def test_tokens_and_typed_text(visit: Visit, words: Exhibit) -> None:
     explorer = Explorer(words)
     visit.go("/query?run=2&layer=mix")

@@ -18,7 +18,7 @@ export function Layers() {
   const shares = new Map(loaded.value?.shares.map((share) => [share.layer, share.value]))
   const scale = new Scale(shares.values())
   const inside = asked.ask === "layer" || asked.ask === "keys"
-  const current = inside ? (asked.layer ?? last) : asked.layer
+  const current = inside ? (asked.layer ?? last) : null
   return (
     <Section
       title="Layers"
