@@ -176,6 +176,21 @@ def test_two_runs_side_by_side(visit: Visit, digits: Exhibit, patches: Exhibit) 
     expect(visit.at("all")).to_contain_text(f"{full['total']} samples")
 
 
+def test_without_a_model_training_samples_are_looked_at(browser: Browser, digits: Exhibit) -> None:
+    explorer = Explorer(Exhibit(digits.run))
+    with serving([explorer]) as address, visiting(browser, address) as visit:
+        visit.go("/query")
+        expect(visit.at("title")).to_have_text("training sample 0")
+        answer = explorer.view("answer", {"query": "sample:0"})
+        eventually(lambda: visit.evidence("for"), amounts(answer, "for"))
+        expect(visit.at("ask-network")).to_be_disabled()
+        expect(visit.at("why")).to_contain_text("needs the model")
+        assert visit.at("only-wrong").count() == 0
+        visit.at("layer-0").click()
+        inside = explorer.view("answer", {"query": "sample:0", "layer": "0"})
+        eventually(lambda: visit.evidence("against"), amounts(inside, "against"))
+
+
 def test_long_scans_tell_how_far_they_are_and_can_be_cancelled(visit: Visit, slow: Slow) -> None:
     visit.go("/query?query=39")
     expect(visit.at("progress")).to_contain_text("Reading layer 2")

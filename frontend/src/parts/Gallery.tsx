@@ -31,15 +31,17 @@ export function Gallery() {
             data-testid="search"
           />
         </label>
-        <label class="switch">
-          <input
-            type="checkbox"
-            checked={wrong}
-            onChange={(event) => setWrong(event.currentTarget.checked)}
-            data-testid="only-wrong"
-          />
-          Only wrong ones
-        </label>
+        {pages.item(0)?.right !== null && (
+          <label class="switch">
+            <input
+              type="checkbox"
+              checked={wrong}
+              onChange={(event) => setWrong(event.currentTarget.checked)}
+              data-testid="only-wrong"
+            />
+            Only wrong ones
+          </label>
+        )}
         <span class="small" role="status" data-testid="found">
           {pages.total === null ? "Reading the predictions…" : plural(pages.total, "prediction")}
         </span>
@@ -91,9 +93,9 @@ function Frame({ card }: { card: QueryCard | undefined }) {
     >
       <Picture preview={card.preview} />
       <span class="small caption">
-        {card.predicted !== null && <span class="hidden">{card.title}, predicted </span>}
+        <span class="hidden">{card.title}: </span>
         {card.right === false && <span class="wrong">✗ </span>}
-        {card.predicted ?? card.title}
+        {card.predicted ?? card.label ?? card.title}
       </span>
     </button>
   )
