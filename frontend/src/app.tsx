@@ -91,20 +91,24 @@ function useRuns(open: (run: number) => Source) {
   const [failed, setFailed] = useState<string | null>(null)
   useEffect(() => {
     const load = async () => {
-      const first = await sources[0]!.get("run", {})
+      const [first, query] = await facts(sources[0]!)
       for (let run = 1; run < (first.runs ?? 1); run++) sources.push(open(run))
-      const others = sources.slice(1).map((source) => source.get("run", {}))
-      setFirsts(await Promise.all(sources.map(firstQuery)))
-      setRuns([first, ...(await Promise.all(others))])
+      const others = await Promise.all(sources.slice(1).map(facts))
+      setFirsts([query, ...others.map(([, name]) => name)])
+      setRuns([first, ...others.map(([run]) => run)])
     }
     load().catch((error: unknown) => setFailed(sentence(error)))
   }, [sources])
   return { runs, firsts, sources, failed }
 }
 
-async function firstQuery(source: Source): Promise<string> {
-  const { queries } = await source.get("queries", { limit: 1 })
-  return queries[0]?.query ?? ""
+/** A run, and its first query. */
+async function facts(source: Source): Promise<[RunFacts, string]> {
+  const [run, { queries }] = await Promise.all([
+    source.get("run", {}),
+    source.get("queries", { limit: 1 }),
+  ])
+  return [run, queries[0]?.query ?? ""]
 }
 
 /** The pane of every page but the comparison. */

@@ -238,7 +238,8 @@ def test_without_a_mouse(visit: Visit, digits: Exhibit) -> None:
     visit.page.keyboard.press("ArrowRight")
     expect(visit.at("ask-network")).to_be_checked()
     assert "ask=network" in visit.page.url
-    visit.at("query-2").focus()
+    visit.at("query-1").focus()
+    visit.page.keyboard.press("ArrowRight")
     visit.page.keyboard.press("Enter")
     expect(visit.at("title")).to_have_text("digit 2")
     expect(visit.at("live")).to_contain_text("The evidence about output")
