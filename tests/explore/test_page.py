@@ -339,8 +339,7 @@ def test_in_a_notebook_it_asks_the_kernel(browser: Browser, digits: Exhibit) -> 
     explorer = Explorer(digits)
     with visiting(browser, "about:blank") as visit:
         visit.page.goto("about:blank")
-        answered = visit.page.expose_function
-        answered("kernel", lambda path, params: {"result": explorer.view(path, _plain(params))})
+        visit.page.expose_function("kernel", lambda *asked: {"result": explorer.view(*asked)})
         script = base64.b64encode(asset("widget.js").encode()).decode()
         visit.page.evaluate(WIDGET, [script, asset("widget.css")])
         answer = explorer.view("answer", {"query": "0"})
@@ -350,10 +349,3 @@ def test_in_a_notebook_it_asks_the_kernel(browser: Browser, digits: Exhibit) -> 
         eventually(lambda: visit.page.evaluate("model.values.selection"), [first])
         assert f"tick={first}" in visit.page.evaluate("model.values.state")
         assert visit.page.url == "about:blank"
-
-
-def _plain(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters as the kernel takes them: words, or lists of words."""
-    return {
-        n: [str(v) for v in vs] if isinstance(vs, list) else str(vs) for n, vs in params.items()
-    }
