@@ -1,5 +1,12 @@
 import type { ComponentChildren } from "preact"
-import { useEffect, useLayoutEffect, useMemo, useReducer, useState } from "preact/hooks"
+import {
+  useEffect,
+  useErrorBoundary,
+  useLayoutEffect,
+  useMemo,
+  useReducer,
+  useState,
+} from "preact/hooks"
 import type { RunFacts } from "./api.ts"
 import { ExplorerContext, paneOf, PaneContext, useExplorer } from "./context.ts"
 import { sentence } from "./load.ts"
@@ -24,14 +31,18 @@ interface Props {
   onState?(state: State): void
 }
 
+const FAULT = "The page has a fault and cannot show this. Go back, or open it anew without its #."
+
 /** The whole explorer: first the facts of its runs, then the page that the state names. */
 export function App({ route, open, onState }: Props) {
+  const [broken] = useErrorBoundary()
   const [, redraw] = useReducer((n: number) => n + 1, 0)
   const { runs, firsts, sources, failed } = useRuns(open)
   const { state } = route
   useEffect(() => route.listen(() => redraw(0)), [route])
   useLayoutEffect(() => onState?.(state))
   if (failed !== null) return <Failed message={failed} />
+  if (broken) return <Failed message={`${FAULT} (${sentence(broken)})`} />
   if (!runs) return <Opening />
   const explorer = {
     state,
@@ -80,20 +91,24 @@ function useRuns(open: (run: number) => Source) {
   const [failed, setFailed] = useState<string | null>(null)
   useEffect(() => {
     const load = async () => {
-      const first = await sources[0]!.get("run", {})
+      const [first, query] = await facts(sources[0]!)
       for (let run = 1; run < (first.runs ?? 1); run++) sources.push(open(run))
-      const others = sources.slice(1).map((source) => source.get("run", {}))
-      setFirsts(await Promise.all(sources.map(firstQuery)))
-      setRuns([first, ...(await Promise.all(others))])
+      const others = await Promise.all(sources.slice(1).map(facts))
+      setFirsts([query, ...others.map(([, name]) => name)])
+      setRuns([first, ...others.map(([run]) => run)])
     }
     load().catch((error: unknown) => setFailed(sentence(error)))
   }, [sources])
   return { runs, firsts, sources, failed }
 }
 
-async function firstQuery(source: Source): Promise<string> {
-  const { queries } = await source.get("queries", { limit: 1 })
-  return queries[0]?.query ?? ""
+/** A run, and its first query. */
+async function facts(source: Source): Promise<[RunFacts, string]> {
+  const [run, { queries }] = await Promise.all([
+    source.get("run", {}),
+    source.get("queries", { limit: 1 }),
+  ])
+  return [run, queries[0]?.query ?? ""]
 }
 
 /** The pane of every page but the comparison. */

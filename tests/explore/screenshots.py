@@ -19,19 +19,13 @@ from dualform.demo import run_demo
 from dualform.explore import Explorer
 
 SHOTS = {
-    "explorer": ("/query?query=12", {"width": 1280, "height": 1000}, "light"),
+    "explorer": ("/query?query=12", {"width": 1440, "height": 1890}, "light"),
     "explorer-dark": (
         "/query?query=12&ask=network&tick=792&tick=1200",
-        {"width": 1280, "height": 1000},
+        {"width": 1440, "height": 1000},
         "dark",
     ),
     "explorer-phone": ("/query?query=12", {"width": 390, "height": 844}, "light"),
-    "explorer-compare": (
-        "/compare?query=12&b.query=12&b.output=9",
-        {"width": 1280, "height": 1000},
-        "light",
-    ),
-    "explorer-suspects": ("/suspects", {"width": 1280, "height": 800}, "light"),
 }
 """What is photographed: which state, how large, in which colors."""
 

@@ -95,6 +95,14 @@ def test_patches_of_the_query_and_of_a_sample(visit: Visit, patches: Exhibit) ->
     assert "at=14" in visit.page.url
 
 
+def test_the_whole_network_through_one_layer(visit: Visit, digits: Exhibit) -> None:
+    visit.go("/query?ask=network")
+    visit.at("through").select_option("0")
+    part = Explorer(digits).view("answer", {"query": "0", "ask": "network", "layer": "0"})
+    eventually(lambda: visit.evidence("for"), amounts(part, "for"))
+    assert "layer=0" in visit.page.url
+
+
 def test_tokens_and_typed_text(visit: Visit, words: Exhibit) -> None:
     explorer = Explorer(words)
     visit.go("/query?run=2&layer=mix")
@@ -168,6 +176,21 @@ def test_two_runs_side_by_side(visit: Visit, digits: Exhibit, patches: Exhibit) 
     expect(visit.at("all")).to_contain_text(f"{full['total']} samples")
 
 
+def test_without_a_model_training_samples_are_looked_at(browser: Browser, digits: Exhibit) -> None:
+    explorer = Explorer(Exhibit(digits.run))
+    with serving([explorer]) as address, visiting(browser, address) as visit:
+        visit.go("/query")
+        expect(visit.at("title")).to_have_text("training sample 0")
+        answer = explorer.view("answer", {"query": "sample:0"})
+        eventually(lambda: visit.evidence("for"), amounts(answer, "for"))
+        expect(visit.at("ask-network")).to_be_disabled()
+        expect(visit.at("why")).to_contain_text("needs the model")
+        assert visit.at("only-wrong").count() == 0
+        visit.at("layer-0").click()
+        inside = explorer.view("answer", {"query": "sample:0", "layer": "0"})
+        eventually(lambda: visit.evidence("against"), amounts(inside, "against"))
+
+
 def test_long_scans_tell_how_far_they_are_and_can_be_cancelled(visit: Visit, slow: Slow) -> None:
     visit.go("/query?query=39")
     expect(visit.at("progress")).to_contain_text("Reading layer 2")
@@ -215,7 +238,8 @@ def test_without_a_mouse(visit: Visit, digits: Exhibit) -> None:
     visit.page.keyboard.press("ArrowRight")
     expect(visit.at("ask-network")).to_be_checked()
     assert "ask=network" in visit.page.url
-    visit.at("query-2").focus()
+    visit.at("query-1").focus()
+    visit.page.keyboard.press("ArrowRight")
     visit.page.keyboard.press("Enter")
     expect(visit.at("title")).to_have_text("digit 2")
     expect(visit.at("live")).to_contain_text("The evidence about output")
@@ -315,8 +339,7 @@ def test_in_a_notebook_it_asks_the_kernel(browser: Browser, digits: Exhibit) -> 
     explorer = Explorer(digits)
     with visiting(browser, "about:blank") as visit:
         visit.page.goto("about:blank")
-        answered = visit.page.expose_function
-        answered("kernel", lambda path, params: {"result": explorer.view(path, _plain(params))})
+        visit.page.expose_function("kernel", lambda *asked: {"result": explorer.view(*asked)})
         script = base64.b64encode(asset("widget.js").encode()).decode()
         visit.page.evaluate(WIDGET, [script, asset("widget.css")])
         answer = explorer.view("answer", {"query": "0"})
@@ -326,10 +349,3 @@ def test_in_a_notebook_it_asks_the_kernel(browser: Browser, digits: Exhibit) -> 
         eventually(lambda: visit.page.evaluate("model.values.selection"), [first])
         assert f"tick={first}" in visit.page.evaluate("model.values.state")
         assert visit.page.url == "about:blank"
-
-
-def _plain(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters as the kernel takes them: words, or lists of words."""
-    return {
-        n: [str(v) for v in vs] if isinstance(vs, list) else str(vs) for n, vs in params.items()
-    }

@@ -57,5 +57,5 @@ def test_it_carries_the_front_end_and_the_selection(digits: Exhibit) -> None:
     state = widget.get_state()
     assert state["_esm"] == asset("widget.js")
     assert state["_css"] == asset("widget.css")
-    widget.set_state({"selection": [3, 5], "state": "#/query?query=1"})
+    widget.set_state({"selection": ["3", "5"], "state": "#/query?query=1"})
     assert widget.selection == [3, 5]

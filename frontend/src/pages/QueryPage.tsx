@@ -12,6 +12,7 @@ import { Opened } from "../parts/Opened.tsx"
 import { Outputs } from "../parts/Outputs.tsx"
 import { QueryFigure, Verdict } from "../parts/QueryFigure.tsx"
 import { Questions } from "../parts/Questions.tsx"
+import { Through } from "../parts/Through.tsx"
 import { Waiting } from "../parts/Waiting.tsx"
 import { When } from "../parts/When.tsx"
 
@@ -42,6 +43,7 @@ export function QueryPage() {
           </aside>
           <div class="answer">
             <Questions />
+            <Through />
             <Check answer={answer} />
             <Filters />
             <EvidenceSides answer={answer} />

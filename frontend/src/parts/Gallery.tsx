@@ -1,4 +1,4 @@
-import { useCallback, useState } from "preact/hooks"
+import { useCallback, useEffect, useState } from "preact/hooks"
 import type { QueryCard, QueryList } from "../api.ts"
 import { usePane } from "../context.ts"
 import { type Pages, usePages } from "../load.ts"
@@ -14,7 +14,8 @@ const list = (answer: QueryList) => ({ total: answer.total, items: answer.querie
 /** The predictions that can be asked about, as a strip of film. */
 export function Gallery() {
   const { run, source } = usePane()
-  const [search, setSearch] = useState("")
+  const [typed, setTyped] = useState("")
+  const search = useSettled(typed)
   const [wrong, setWrong] = useState(false)
   const params = { search, wrong: wrong ? 1 : null }
   const pages = usePages<"queries", QueryCard>(source, "queries", params, list)
@@ -26,20 +27,22 @@ export function Gallery() {
           <input
             type="search"
             placeholder="Search predictions"
-            value={search}
-            onInput={(event) => setSearch(event.currentTarget.value)}
+            value={typed}
+            onInput={(event) => setTyped(event.currentTarget.value)}
             data-testid="search"
           />
         </label>
-        <label class="switch">
-          <input
-            type="checkbox"
-            checked={wrong}
-            onChange={(event) => setWrong(event.currentTarget.checked)}
-            data-testid="only-wrong"
-          />
-          Only wrong ones
-        </label>
+        {pages.item(0)?.right !== null && (
+          <label class="switch">
+            <input
+              type="checkbox"
+              checked={wrong}
+              onChange={(event) => setWrong(event.currentTarget.checked)}
+              data-testid="only-wrong"
+            />
+            Only wrong ones
+          </label>
+        )}
         <span class="small" role="status" data-testid="found">
           {pages.total === null ? "Reading the predictions…" : plural(pages.total, "prediction")}
         </span>
@@ -53,9 +56,21 @@ export function Gallery() {
             : "No predictions were given with this run."}
         </p>
       )}
-      {pages.total ? <Film key={`${search}|${wrong}`} pages={pages} total={pages.total} /> : null}
+      <div class="shelf">
+        {pages.total ? <Film key={`${search}|${wrong}`} pages={pages} total={pages.total} /> : null}
+      </div>
     </section>
   )
+}
+
+/** What was typed, once the typing pauses. */
+function useSettled(typed: string): string {
+  const [settled, settle] = useState(typed)
+  useEffect(() => {
+    const timer = setTimeout(() => settle(typed), 150)
+    return () => clearTimeout(timer)
+  }, [typed])
+  return settled
 }
 
 function Film({ pages, total }: { pages: Pages<QueryCard>; total: number }) {
@@ -87,14 +102,25 @@ function Frame({ card }: { card: QueryCard | undefined }) {
       aria-pressed={card.query === asked.query}
       title={card.title}
       onClick={() => ask(toQuery(asked, card.query))}
+      onKeyDown={walk}
       data-testid={`query-${card.query}`}
     >
       <Picture preview={card.preview} />
       <span class="small caption">
-        {card.predicted !== null && <span class="hidden">{card.title}, predicted </span>}
+        <span class="hidden">{card.title}: </span>
         {card.right === false && <span class="wrong">✗ </span>}
-        {card.predicted ?? card.title}
+        {card.predicted ?? card.label ?? card.title}
       </span>
     </button>
   )
+}
+
+/** Arrow keys go from frame to frame. */
+function walk(event: KeyboardEvent): void {
+  const item = (event.currentTarget as HTMLElement).closest("li")
+  const next = { ArrowRight: item?.nextElementSibling, ArrowLeft: item?.previousElementSibling }
+  const found = next[event.key as keyof typeof next]
+  if (!found) return
+  event.preventDefault()
+  found.querySelector("button")?.focus()
 }

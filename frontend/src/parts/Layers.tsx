@@ -1,5 +1,6 @@
+import type { LayerShares } from "../api.ts"
 import { usePane } from "../context.ts"
-import { useGet } from "../load.ts"
+import { type Loaded, useGet } from "../load.ts"
 import { suits, toLayer } from "../moves.ts"
 import { count, Scale } from "../numbers.ts"
 import { Amount, Bar } from "./Amount.tsx"
@@ -18,7 +19,7 @@ export function Layers() {
   const shares = new Map(loaded.value?.shares.map((share) => [share.layer, share.value]))
   const scale = new Scale(shares.values())
   const inside = asked.ask === "layer" || asked.ask === "keys"
-  const current = inside ? (asked.layer ?? last) : asked.layer
+  const current = inside ? (asked.layer ?? last) : null
   return (
     <Section
       title="Layers"
@@ -47,12 +48,15 @@ export function Layers() {
           </button>
         ))}
       </div>
-      <Waiting of={loaded} doing="Asking every layer" />
-      <p class="small">
-        {loaded.value
-          ? `What the training of each layer adds to output ${loaded.value.output} of the whole network. Choose one to look inside it.`
-          : "Choose a layer to look inside it."}
-      </p>
+      {!run.carried && <Waiting of={loaded} doing="Asking every layer" />}
+      <p class="small">{loaded.busy ? "" : explained(loaded)}</p>
     </Section>
   )
+}
+
+function explained({ value, failed }: Loaded<LayerShares>): string {
+  const enter = "Choose a layer to look inside it."
+  if (failed !== null) return `${failed} ${enter}`
+  if (!value) return enter
+  return `What the training of each layer adds to output ${value.output} of the whole network. ${enter}`
 }

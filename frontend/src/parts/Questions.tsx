@@ -1,19 +1,17 @@
 import { usePane } from "../context.ts"
 import { suits, toAsk } from "../moves.ts"
+import type { Question } from "../api.ts"
 import { useUnique } from "../unique.ts"
 
 const SEEN =
-  "a training sample is known as the layers saw it, not as the model was called with it. Give it as a query instead."
+  "A training sample is known as the layers saw it, not as the model was called with it. Give it as a query instead."
 
 /** The four questions; those that cannot be asked of this run say what it would take. */
 export function Questions() {
   const { asked, ask, run } = usePane()
   const name = useUnique()
   const chosen = run.questions.find((question) => question.ask === asked.ask)
-  const questions = run.questions.map((question) =>
-    suits(asked.query, question.ask) ? question : { ...question, available: false, why: SEEN },
-  )
-  const missing = questions.filter((question) => !question.available)
+  const questions = run.questions.map((question) => suited(question, asked.query))
   return (
     <fieldset class="questions" data-testid="questions">
       <legend class="hidden">What is asked</legend>
@@ -37,11 +35,30 @@ export function Questions() {
           {chosen.meaning}
         </p>
       )}
-      {missing.map((question) => (
-        <p class="small" data-testid={`why-${question.ask}`}>
-          <b>{question.title}</b> cannot be asked here: {question.why}
-        </p>
-      ))}
+      <Missing questions={questions.filter((question) => !question.available)} />
     </fieldset>
+  )
+}
+
+/** A question as this query allows it. */
+function suited(question: Question, query: string): Question {
+  if (!question.available || suits(query, question.ask)) return question
+  return { ...question, available: false, why: SEEN }
+}
+
+/** Why some cannot be asked, each reason once. */
+function Missing({ questions }: { questions: Question[] }) {
+  const reasons = [...new Set(questions.map((question) => question.why))]
+  return (
+    <>
+      {reasons.map((why) => {
+        const titles = questions.filter((one) => one.why === why).map((one) => `“${one.title}”`)
+        return (
+          <p class="small why" data-testid="why">
+            {titles.join(" and ")} cannot be asked here. {why}
+          </p>
+        )
+      })}
+    </>
   )
 }

@@ -1,6 +1,6 @@
 // Answers of a notebook's kernel, by anywidget's custom messages.
 import type { Answers, Path } from "../api.ts"
-import { type Options, type Params, Refusal, type Source } from "./source.ts"
+import { type Options, type Params, Refusal, search, type Source } from "./source.ts"
 
 /** What we use of anywidget's model. */
 export interface Model {
@@ -68,7 +68,8 @@ export class KernelSource implements Source {
   }
 }
 
-function plain(params: Params): Params {
-  const given = Object.entries(params).filter(([, value]) => value !== null && value !== undefined)
-  return Object.fromEntries(given)
+/** Words, or lists of words, as a URL would hold them: the kernel reads both alike. */
+function plain(params: Params): Record<string, string[]> {
+  const given = search(params)
+  return Object.fromEntries([...new Set(given.keys())].map((name) => [name, given.getAll(name)]))
 }

@@ -12,6 +12,7 @@ from dualform.errors import DualformError
 from dualform.explore.jobs import Job, Jobs
 from dualform.explore.page import asset, finite
 from dualform.explore.views import Explorer
+from dualform.ledger.samples import SampleId
 
 
 class ExplorerWidget(anywidget.AnyWidget):
@@ -27,6 +28,11 @@ class ExplorerWidget(anywidget.AnyWidget):
     selection: traitlets.List[Any] = traitlets.List().tag(sync=True)
     state = traitlets.Unicode("").tag(sync=True)
     """What is looked at, as a URL would hold it."""
+
+    @traitlets.validate("selection")
+    def _own_ids(self, proposal: Any) -> list[SampleId]:
+        """The page knows ids as texts; here they are what the run knows them as."""
+        return [self._explorer.run.sample_id(str(name)) for name in proposal["value"]]
 
     def __init__(self, explorer: Explorer) -> None:
         self._explorer, self._jobs = explorer, Jobs()
