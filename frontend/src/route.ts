@@ -19,6 +19,7 @@ export const urlHome: Home = {
 
 export class Route {
   private readonly home: Home
+  private readonly listeners = new Set<() => void>()
 
   constructor(home: Home) {
     this.home = home
@@ -32,11 +33,18 @@ export class Route {
     return toHash({ ...this.state, ...patch })
   }
 
+  /** Those who listen are told at once: a browser tells of a new # only when it finds the time. */
   go(patch: Partial<State>, replace = false): void {
     this.home.write(this.link(patch), replace)
+    for (const changed of this.listeners) changed()
   }
 
-  listen(changed: (state: State) => void): () => void {
-    return this.home.listen(() => changed(this.state))
+  listen(changed: () => void): () => void {
+    this.listeners.add(changed)
+    const leave = this.home.listen(changed)
+    return () => {
+      this.listeners.delete(changed)
+      leave()
+    }
   }
 }

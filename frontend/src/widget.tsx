@@ -4,21 +4,15 @@ import { type Home, Route } from "./route.ts"
 import { KernelSource, type Model } from "./source/kernel.ts"
 
 function modelHome(model: Model): Home {
-  const listeners = new Set<() => void>()
   return {
     read: () => String(model.get("state") ?? ""),
     write(hash) {
       model.set("state", hash)
       model.save_changes()
-      for (const changed of listeners) changed()
     },
     listen(changed) {
-      listeners.add(changed)
       model.on("change:state", changed)
-      return () => {
-        listeners.delete(changed)
-        model.off("change:state", changed)
-      }
+      return () => model.off("change:state", changed)
     },
   }
 }
