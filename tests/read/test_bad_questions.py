@@ -67,7 +67,7 @@ def test_matrices_that_do_not_fit(
     run = dualform.open(made.run.path)
     monkeypatch.setattr(Natural, "columns", lambda self: pytest.fail("scanned"))
     monkeypatch.setattr(ridge, "free_memory", lambda: 500.0)
-    wanted = r"the Gram matrix of a block of 6 needs 0.0 GB, and 0.0 GB are free; fewer.*: rank=16"
+    wanted = r"the Gram matrix of a line of 6 needs 0.0 GB, and 0.0 GB are free; fewer.*: rank=16"
     with pytest.raises(ReadingError, match=wanted):
         run.influence(made.model, made.x[:3], 1)
     monkeypatch.setattr(ridge, "free_memory", lambda: 8e9)
@@ -75,7 +75,7 @@ def test_matrices_that_do_not_fit(
         ridge.check_memory(50_000, 50_000)
     ridge.check_memory(50_000, 1024)
     with pytest.raises(
-        ReadingError, match=r"basis of 8,000 directions of a block of 50,000 needs 9.6"
+        ReadingError, match=r"basis of 8,000 directions of a line of 50,000 needs 9.6"
     ):
         ridge.check_memory(50_000, 8000)
     assert ridge.free_memory() > 0

@@ -41,8 +41,8 @@ def solved(C: Tensor, g: Tensor, damping: float) -> Tensor:
     return torch.linalg.solve(torch.eye(len(C)).double() + gram / scale, C @ g.T)
 
 
-def by_blocks(made: Known, C: Tensor, g: Tensor, damping: float) -> Tensor:
-    """The sum of what each block gives: what goes into a unit, or out of one, or all biases.
+def by_lines(made: Known, C: Tensor, g: Tensor, damping: float) -> Tensor:
+    """The sum of what each line gives: what goes into a unit, or out of one, or all biases.
 
     Weights are (6, 4) and (3, 6): the longer side of the first is that of its outputs.
     """
@@ -51,8 +51,8 @@ def by_blocks(made: Known, C: Tensor, g: Tensor, damping: float) -> Tensor:
         parts = [M[:, at : at + p.numel()].reshape(len(M), *p.shape) for M in (C, g)]
         side = {"0.weight": 2, "2.weight": 1}.get(name)
         lines = [[part] if side is None else part.unbind(side) for part in parts]
-        for block, asked in zip(*lines, strict=True):
-            total += solved(block, asked, damping)
+        for line, asked in zip(*lines, strict=True):
+            total += solved(line, asked, damping)
         at += p.numel()
     return total
 
@@ -84,7 +84,7 @@ def test_ridge_is_dense_algebra(
     C, g = made.contributions(), made.directions()
     if not optimizer.startswith("SGD"):
         C, g = stretched(made)
-    expected = by_blocks(made, C, g, damping or 3.0)
+    expected = by_lines(made, C, g, damping or 3.0)
     for rank in (None, 10, 1000):
         found = made.run.influence(made.model, made.x[:3], 1, damping=damping, rank=rank)
         assert_close(found.values, expected, 1e-4)
@@ -118,7 +118,7 @@ def test_ridge_where_steps_turn_gradients(tmp_path: Path) -> None:
 
 
 def test_leading_directions(known: Callable[[str], Known]) -> None:
-    """The more directions of each block, the more is kept; with all of them, everything."""
+    """The more directions of each line, the more is kept; with all of them, everything."""
     made = known("SGD, Nesterov")
     exact = made.influence()
     found = [made.run.influence(made.model, made.x[:3], 1, rank=rank) for rank in range(1, 7)]
@@ -146,7 +146,7 @@ def test_leading_directions_of_a_matrix_of_low_rank_are_exact(shape: tuple[int, 
         assert_close(found.solve(b, 3.0), expected, 1e-6)
 
 
-def test_a_block_through_either_side() -> None:
+def test_a_line_through_either_side() -> None:
     """`C (1 + CᵀC/λ)⁻¹ = (1 + C Cᵀ/λ)⁻¹ C`: few samples or many."""
     generator = torch.Generator().manual_seed(0)
     for shape in ((7, 4), (4, 7)):
@@ -156,7 +156,7 @@ def test_a_block_through_either_side() -> None:
         term = Term("outer", "rows")
         columns = Columns(book, term, Region.whole(1, shape[1]), C)
         matrix = SimpleNamespace(groups=shape[0], columns=lambda columns=columns: [columns])
-        found = ridge.Blocks(None).solve(matrix, {"w": g[:, None]}, 3.0)
+        found = ridge.Lines(None).solve(matrix, {"w": g[:, None]}, 3.0)
         assert_close(found, solved(C.double(), g.double(), 3.0), 1e-5)
 
 
@@ -198,7 +198,7 @@ def test_the_order_of_ids_does_not_matter(tmp_path: Path) -> None:
 def test_what_does_not_depend_on_queries_is_kept(
     known: Callable[[str], Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all blocks: 4 + 3 lines of weights and 2 biases; as far as there is memory for it."""
+    """Of all lines: 4 + 3 of weights and 2 biases; as far as there is memory for it."""
     made = known("AdamW, amsgrad")
     run, found = dualform.open(made.run.path), []
     make = ridge.make_ridge
@@ -261,7 +261,7 @@ def test_fisher(optimizer: str, known: Callable[[str], Known]) -> None:
     made = known(optimizer)
     G = -torch.stack([made.gradient(layers) for layers in made.last_seen()])
     for damping in (1.0, 0.2):
-        expected = by_blocks(made, G, made.gradients(), damping)
+        expected = by_lines(made, G, made.gradients(), damping)
         assert_close(made.influence("fisher", damping=damping), expected, 1e-4)
 
 

@@ -1,8 +1,8 @@
 """The counterfactual read: which samples would change an output if they were left out of training.
 
 Accounting says what a sample's rows added. Without it, others would have done part of the same: so
-the accounts are solved against each other, `S = Σ (1 + C Cᵀ/λ)⁻¹ C g` over blocks of parameters,
-with C the samples' contributions to a block and g the target's gradient, averaged over the line
+the accounts are solved against each other, `S = Σ (1 + C Cᵀ/λ)⁻¹ C g` over lines of parameters,
+with C the samples' contributions to a line and g the target's gradient, averaged over the line
 from the first weights to the last.
 """
 
@@ -26,7 +26,7 @@ from dualform.read.gradients import Gradients
 from dualform.read.grouped import Grouping, Records
 from dualform.read.matrix import Contributions, Natural, Turn, Weighing, longest, times
 from dualform.read.path import along_line
-from dualform.read.ridge import Blocks, check_memory
+from dualform.read.ridge import Lines, check_memory
 from dualform.read.scores import Scores
 from dualform.read.targets import Asked, Parameters, Target
 
@@ -67,7 +67,7 @@ class Influencer:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._blocks: dict[tuple[str, int | None], Blocks] = {}
+        self._lines: dict[tuple[str, int | None], Lines] = {}
         self._methods: dict[str, tuple[float, Callable[..., Tensor]]] = {
             "ridge": (3.0, self._ridge),
             "fisher": (1.0, self._fisher),
@@ -104,7 +104,7 @@ class Influencer:
             answer(asked, model, queries, method, chosen, rank)
             for queries in query_batches(asked, source)
         ]
-        blocks = self._blocks.get((method, rank))
+        lines = self._lines.get((method, rank))
         return Influence(
             source.ids,
             torch.cat(parts, 1).numpy(),
@@ -114,7 +114,7 @@ class Influencer:
             f"influence ({method})",
             method,
             chosen if usual else 0.0,
-            1.0 if blocks is None else blocks.kept,
+            1.0 if lines is None else lines.kept,
         )
 
     def _method(self, name: str) -> tuple[float, Callable[..., Tensor]]:
@@ -124,7 +124,7 @@ class Influencer:
         return self._methods[name]
 
     def _check(self, rank: int | None) -> None:
-        """Whether the blocks can be inverted, of which the largest is a parameter's longer side."""
+        """Whether the lines can be inverted, of which the largest is a parameter's longer side."""
         samples = len(self._source.ids)
         if rank is not None and rank < 1:
             raise ReadingError(
@@ -144,8 +144,8 @@ class Influencer:
     ) -> Tensor:
         first, last = ends(model, self._source)
         line = along_line(asked, first, last, queries, TOLERANCE)
-        blocks = self._blocks.setdefault((method, rank), Blocks(rank))
-        return blocks.solve(self._natural, line.directions, damping)
+        lines = self._lines.setdefault((method, rank), Lines(rank))
+        return lines.solve(self._natural, line.directions, damping)
 
     @cached_property
     def _natural(self) -> Natural:
@@ -164,8 +164,8 @@ class Influencer:
             self._matrix(self._last_visits),
             self._gradients(asked, model, queries),
         )
-        blocks = self._blocks.setdefault((method, rank), Blocks(rank))
-        return blocks.solve(matrix, directions, damping)
+        lines = self._lines.setdefault((method, rank), Lines(rank))
+        return lines.solve(matrix, directions, damping)
 
     def _accounting(self, asked: Asked, model: nn.Module, queries: Any, *_: Any) -> Tensor:
         return _products(self._matrix(), self._gradients(asked, model, queries))

@@ -51,16 +51,16 @@ class Columns:
         part = self.region.of(self.matrices(directions))
         return part.flatten(1).to(self.values) * self.scale
 
-    def blocks(self, columns: Tensor) -> tuple[Tensor, ...]:
+    def lines(self, columns: Tensor) -> tuple[Tensor, ...]:
         """(…, columns) as one (…, side) for each line along the matrix's longer side."""
         height, width = _shape(self.book, self.term)
-        lines = columns.reshape(len(columns), *self.region.shape)
-        return lines.unbind(1 if height <= width else 2)
+        matrices = columns.reshape(len(columns), *self.region.shape)
+        return matrices.unbind(1 if height <= width else 2)
 
-    def joined(self, blocks: Sequence[Tensor]) -> Tensor:
-        """The inverse of `blocks`."""
+    def joined(self, lines: Sequence[Tensor]) -> Tensor:
+        """The inverse of `lines`."""
         height, width = _shape(self.book, self.term)
-        return torch.stack(list(blocks), 1 if height <= width else 2).flatten(1)
+        return torch.stack(list(lines), 1 if height <= width else 2).flatten(1)
 
     def matrices(self, directions: Tensor) -> Tensor:
         """(directions, height, width): directions as the matrices that the columns are from."""

@@ -1,10 +1,9 @@
-"""The ridge dual of the ledger: `S = Σ C (1 + CᵀC/λ)⁻¹ g` over blocks of parameters.
+"""The ridge dual of the ledger: `S = Σ C (1 + CᵀC/λ)⁻¹ g` over lines of parameters.
 
-`C` is samples × the parameters of a block: one line of a parameter's matrix, along its longer side
-(what goes into one unit of a layer, as a rule). A block is inverted through the smaller of `CᵀC`
-and `C Cᵀ`; where both are large, in the basis `Q` of the leading directions, found by a randomized
-method. What the basis leaves out is not dropped: there the matrix is taken for a multiple of the
-identity, its mean.
+`C` is samples × one line of a parameter's matrix, along its longer side: what goes into one unit of
+a layer, as a rule. A line is inverted through the smaller of `CᵀC` and `C Cᵀ`; where both are large,
+in the basis `Q` of the leading directions, found by a randomized method. What the basis leaves out
+is not dropped: there the matrix is taken for a multiple of the identity, its mean.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dualform.read.matrix import Columns, Matrix
 OVERSAMPLED = 16
 """How many more directions are tried than are kept."""
 EXACT = 4096
-"""Blocks whose smaller side is at most so large are inverted exactly."""
+"""Lines of at most so many parameters, or samples, are inverted exactly."""
 RANK = 512
 """How many leading directions are kept beyond that."""
 KEPT_BYTES = 256 << 20
@@ -59,10 +58,10 @@ class Ridge:
 
     def solve(self, b: Tensor, damping: float) -> Tensor:
         """(side, queries): `(1 + K / λ)⁻¹ b` with `λ = damping · scale`, in float64."""
-        added = damping * self.scale
+        added, b = damping * self.scale, b.double().cpu()
         if not added:  # nothing was contributed
             return b
-        b = b.double().cpu() * added
+        b = b * added
         system = self.M + added * torch.eye(len(self.M), dtype=torch.float64)
         inside = b if self.Q is None else self.Q.T @ b
         solved = torch.cholesky_solve(inside, torch.linalg.cholesky(system))
@@ -101,8 +100,8 @@ def _nystrom(basis: Tensor, product: Tensor, rank: int, trace: float, samples: i
     return Ridge(Q, M, left / max(1, len(Q) - rank), trace, samples)
 
 
-class Blocks:
-    """All blocks of a matrix, solved one by one; what does not depend on queries is kept."""
+class Lines:
+    """All lines of a matrix, solved one by one; what does not depend on queries is kept."""
 
     def __init__(self, rank: int | None) -> None:
         self._rank = rank
@@ -118,11 +117,11 @@ class Blocks:
         inside, trace = 0.0, 0.0
         for columns in matrix.columns():
             asked = columns.of(directions[columns.book.name])
-            blocks = list(zip(columns.blocks(columns.values), columns.blocks(asked), strict=True))
-            ridges = [self._ridge(columns, at, C) for at, (C, _) in enumerate(blocks)]
+            lines = list(zip(columns.lines(columns.values), columns.lines(asked), strict=True))
+            ridges = [self._ridge(columns, at, C) for at, (C, _) in enumerate(lines)]
             inside += sum(ridge.inside for ridge in ridges)
             trace += sum(ridge.trace for ridge in ridges)
-            total += _solved(columns, blocks, ridges, damping)
+            total += _solved(columns, lines, ridges, damping)
         self.kept = inside / trace if trace else 1.0
         return total
 
@@ -143,18 +142,18 @@ def _tall(C: Tensor) -> bool:
 
 
 def _solved(
-    columns: Columns, blocks: list[tuple[Tensor, Tensor]], ridges: list[Ridge], damping: float
+    columns: Columns, lines: list[tuple[Tensor, Tensor]], ridges: list[Ridge], damping: float
 ) -> Tensor:
-    """(samples, queries): what some blocks add; where samples are many, by one product for all."""
-    if not _tall(blocks[0][0]):
-        pairs = zip(blocks, ridges, strict=True)
+    """(samples, queries): what some lines add; where samples are many, by one product for all."""
+    if not _tall(lines[0][0]):
+        pairs = zip(lines, ridges, strict=True)
         return torch.stack([ridge.solve(C @ g.T, damping) for (C, g), ridge in pairs]).sum(0)
-    solved = [r.solve(g.T, damping).T.to(g) for (_, g), r in zip(blocks, ridges, strict=True)]
+    solved = [r.solve(g.T, damping).T.to(g) for (_, g), r in zip(lines, ridges, strict=True)]
     return (columns.values @ columns.joined(solved).T).double().cpu()
 
 
 def rank_of(side: int, rank: int | None) -> int:
-    """How many directions are kept of a block with this smaller side.
+    """How many directions are kept of a line, with this smaller side.
 
     >>> rank_of(784, None), rank_of(784, 32), rank_of(50_000, None)
     (784, 32, 512)
@@ -165,7 +164,7 @@ def rank_of(side: int, rank: int | None) -> int:
 
 
 def check_memory(side: int, rank: int | None) -> None:
-    """Says before anything is allocated that it will not fit; for blocks up to this side."""
+    """Says before anything is allocated that it will not fit; for lines up to this side."""
     kept = rank_of(side, rank)
     exact = kept >= side
     need, free = 8 * side * (3 * side if exact else 3 * (kept + OVERSAMPLED)), free_memory()
@@ -173,7 +172,7 @@ def check_memory(side: int, rank: int | None) -> None:
         what = "the Gram matrix" if exact else f"a basis of {kept:,} directions"
         smaller = max(16, int(free / (48 * side)) // 16 * 16)
         raise ReadingError(
-            f"{what} of a block of {side:,} needs {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
+            f"{what} of a line of {side:,} needs {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
             f"are free; fewer directions need less: rank={min(smaller, 1024)}."
         )
 
