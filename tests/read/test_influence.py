@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ import dualform
 from dualform.ledger import Term
 from dualform.read import ridge
 from dualform.read.grouped import Region
+from dualform.read.influence import OWN
 from dualform.read.matrix import Columns
 from dualform.testing import Loop, train
 
@@ -41,20 +42,31 @@ def solved(C: Tensor, g: Tensor, damping: float) -> Tensor:
     return torch.linalg.solve(torch.eye(len(C)).double() + gram / scale, C @ g.T)
 
 
-def by_lines(made: Known, C: Tensor, g: Tensor, damping: float) -> Tensor:
-    """The sum of what each line gives: what goes into a unit, or out of one, or all biases.
+def lines(made: Known, C: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Contributions to what goes into a unit, or out of one, or to all biases; and directions.
 
     Weights are (6, 4) and (3, 6): the longer side of the first is that of its outputs.
     """
-    total, at = torch.zeros(len(C), len(g), dtype=torch.float64), 0
+    at = 0
     for name, p in sorted(made.model.named_parameters()):
         parts = [M[:, at : at + p.numel()].reshape(len(M), *p.shape) for M in (C, g)]
         side = {"0.weight": 2, "2.weight": 1}.get(name)
-        lines = [[part] if side is None else part.unbind(side) for part in parts]
-        for line, asked in zip(*lines, strict=True):
-            total += solved(line, asked, damping)
+        yield from zip(
+            *([part] if side is None else part.unbind(side) for part in parts), strict=True
+        )
         at += p.numel()
-    return total
+
+
+def by_lines(made: Known, C: Tensor, g: Tensor, damping: float) -> Tensor:
+    """The sum of what each line gives."""
+    return torch.stack([solved(*line, damping) for line in lines(made, C, g)]).sum(0)
+
+
+def left(made: Known, C: Tensor, damping: float) -> float:
+    """The share of `C Cᵀ` that solving leaves: of its trace, over all lines."""
+    pairs = [(line @ line.T, line) for line, _ in lines(made, C, C)]
+    rest = sum(solved(line, line, damping).trace() for _, line in pairs)
+    return float(rest / sum(gram.trace() for gram, _ in pairs))
 
 
 def stretched(made: Known) -> tuple[Tensor, Tensor]:
@@ -84,7 +96,7 @@ def test_ridge_is_dense_algebra(
     C, g = made.contributions(), made.directions()
     if not optimizer.startswith("SGD"):
         C, g = stretched(made)
-    expected = by_lines(made, C, g, damping or 3.0)
+    expected = by_lines(made, C, g, damping or 3.0) * OWN / left(made, C, damping or 3.0)
     for rank in (None, 10, 1000):
         found = made.run.influence(made.model, made.x[:3], 1, damping=damping, rank=rank)
         assert_close(found.values, expected, 1e-4)
@@ -114,7 +126,9 @@ def test_ridge_where_steps_turn_gradients(tmp_path: Path) -> None:
     C, g = torch.stack(left).double(), torch.eye(3)[1][:, None] * x[:2][:, None]
     h = (C.square().mean(0) / (0.1 * seen).double().square().mean(0)).sqrt().sqrt()
     parts = [solved((C / h)[:, u], (g.double() * h)[:, u], 3.0) for u in range(3)]
-    assert_close(run.influence(model, x[:2], 1).values, sum(parts), 1e-4)
+    rest = sum(solved((C / h)[:, u], (C / h)[:, u], 3.0).trace() for u in range(3))
+    expected = sum(parts) * OWN * (C / h).square().sum() / rest
+    assert_close(run.influence(model, x[:2], 1).values, expected, 1e-4)
 
 
 def test_leading_directions(known: Callable[[str], Known]) -> None:
@@ -161,15 +175,25 @@ def test_a_line_through_either_side() -> None:
 
 
 def test_much_damping_is_accounting(known: Callable[[str], Known]) -> None:
-    """Under optimizers whose coefficients are numbers; else, of gradients stretched by h."""
+    """In proportion; of gradients stretched by h, where each element has its own coefficient."""
     made = known("SGD, Nesterov")
     C, g = made.contributions(), made.directions()
-    assert_close(made.influence(damping=1e12), C @ g.T)
+    assert_close(made.influence(damping=1e12), OWN * C @ g.T)
     adaptive = known("AdamW, amsgrad")
     C, g = stretched(adaptive)
-    assert_close(adaptive.influence(damping=1e12), C @ g.T)
+    assert_close(adaptive.influence(damping=1e12), OWN * C @ g.T)
     C = adaptive.contributions()
     assert_close(adaptive.influence("accounting"), C @ adaptive.gradients().T)
+
+
+@pytest.mark.parametrize("rank", [3, 38])
+def test_what_is_left_by_solving(rank: int) -> None:
+    """The trace of `K (1 + K/λ)⁻¹`, with the rest of K taken for its mean."""
+    C = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    made = ridge.make_ridge(C, rank, samples=40)
+    K = made.Q @ made.M @ made.Q.T + made.tail * (torch.eye(40) - made.Q @ made.Q.T)
+    expected = torch.linalg.solve(torch.eye(40).double() + K / (2.0 * made.scale), K).trace()
+    assert made.left(2.0) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_the_order_of_ids_does_not_matter(tmp_path: Path) -> None:

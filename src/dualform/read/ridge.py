@@ -1,7 +1,7 @@
 """The ridge dual of the ledger: `S = Σ C (1 + CᵀC/λ)⁻¹ g` over lines of parameters.
 
 `C` is samples × one line of a parameter's matrix, along its longer side: what goes into one unit of
-a layer, as a rule. A line is inverted through the smaller of `CᵀC` and `C Cᵀ`; where both are large,
+a layer, as a rule. A line is inverted through the smaller of `CᵀC` and `C Cᵀ`; where both are big,
 in the basis `Q` of the leading directions, found by a randomized method. What the basis leaves out
 is not dropped: there the matrix is taken for a multiple of the identity, its mean.
 """
@@ -62,12 +62,26 @@ class Ridge:
         if not added:  # nothing was contributed
             return b
         b = b * added
-        system = self.M + added * torch.eye(len(self.M), dtype=torch.float64)
         inside = b if self.Q is None else self.Q.T @ b
-        solved = torch.cholesky_solve(inside, torch.linalg.cholesky(system))
+        solved = torch.cholesky_solve(inside, self._root(added))
         if self.Q is None:
             return solved
         return self.Q @ solved + (b - self.Q @ inside) / (added + self.tail)
+
+    def left(self, damping: float) -> float:
+        """The trace of `K (1 + K / λ)⁻¹`: what solving leaves of K."""
+        added, rank = damping * self.scale, len(self.M)
+        if not added:
+            return 0.0
+        inside = added * float((torch.cholesky_inverse(self._root(added)) * self.M).sum())
+        outside = 0 if self.Q is None else len(self.Q) - rank
+        return inside + outside * self.tail * added / (added + self.tail)
+
+    def _root(self, added: float) -> Tensor:
+        """The Cholesky factor of `M + λ`."""
+        system = self.M + added * torch.eye(len(self.M), dtype=torch.float64)
+        root: Tensor = torch.linalg.cholesky(system)
+        return root
 
 
 def make_ridge(X: Tensor, rank: int, samples: int) -> Ridge:
@@ -109,20 +123,24 @@ class Lines:
         self._bytes = 0
         self.kept = 1.0
         """The share of the contributions' squared size that is solved, not taken for its mean."""
+        self.left = 1.0
+        """The share of it that solving leaves."""
 
     def solve(self, matrix: Matrix, directions: Mapping[str, Tensor], damping: float) -> Tensor:
         """(samples, queries): `Σ C (1 + CᵀC/λ)⁻¹ g`, in one scan."""
         queries = len(next(iter(directions.values())))
         total = torch.zeros(matrix.groups, queries, dtype=torch.float64)
-        inside, trace = 0.0, 0.0
+        inside, left, trace = 0.0, 0.0, 0.0
         for columns in matrix.columns():
             asked = columns.of(directions[columns.book.name])
             lines = list(zip(columns.lines(columns.values), columns.lines(asked), strict=True))
             ridges = [self._ridge(columns, at, C) for at, (C, _) in enumerate(lines)]
             inside += sum(ridge.inside for ridge in ridges)
+            left += sum(ridge.left(damping) for ridge in ridges)
             trace += sum(ridge.trace for ridge in ridges)
             total += _solved(columns, lines, ridges, damping)
-        self.kept = inside / trace if trace else 1.0
+        if trace:
+            self.kept, self.left = inside / trace, left / trace
         return total
 
     def _ridge(self, columns: Columns, at: int, C: Tensor) -> Ridge:
