@@ -22,7 +22,7 @@ from benchmarks.attribution.tasks import TASKS
 from benchmarks.attribution.trained import Trained
 from dualform.evaluate import GroundTruth, lds
 
-HEADER = "| method | LDS | 95 % | seconds | peak memory |\n|---|---|---|---|---|"
+HEADER = "| method | LDS | 95 % | seconds | processor | peak memory |\n|---|---|---|---|---|---|"
 
 
 def row(
@@ -32,10 +32,10 @@ def row(
     found = lds(scores, known)
     low, high = found.interval
     name = method if method in PEERS else f"**dualform {method}**"
-    seconds = statistics.median(cost.seconds for cost in costs)
-    memory = statistics.median(cost.megabytes for cost in costs)
-    cells = f"{found.mean:.3f} | {low:.3f} to {high:.3f} | {seconds:,.1f} | {memory:,.0f} MB"
-    return found.mean, f"| {name} | {cells} |"
+    kinds = ("seconds", "processor", "megabytes")
+    spent = (statistics.median(getattr(cost, kind) for cost in costs) for kind in kinds)
+    taken = "{:,.1f} | {:,.1f} | {:,.0f} MB".format(*spent)
+    return found.mean, f"| {name} | {found.mean:.3f} | {low:.3f} to {high:.3f} | {taken} |"
 
 
 def table(name: str, options: argparse.Namespace) -> None:

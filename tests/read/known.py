@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dualform
+from dualform.read.influence import TOLERANCE
 from dualform.testing import Loop, train
 
 Layers = dict[str, tuple[Tensor, Tensor]]
@@ -100,7 +101,7 @@ class Known:
 
     def directions(self, target: int = 1) -> Tensor:
         """(queries, parameters): gradients averaged over the line, as influence takes them."""
-        found = self.run.explain(self.model, self.x[:3], target, tolerance=1e-2)
+        found = self.run.explain(self.model, self.x[:3], target, tolerance=TOLERANCE)
         return flat(found.questions[0].directions, 1)
 
     def gradients(self, weights: Mapping[str, Tensor] | None = None) -> Tensor:

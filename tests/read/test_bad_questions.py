@@ -66,15 +66,17 @@ def test_matrices_that_do_not_fit(
     made = known("SGD")
     run = dualform.open(made.run.path)
     monkeypatch.setattr(Natural, "columns", lambda self: pytest.fail("scanned"))
-    monkeypatch.setattr(ridge, "free_memory", lambda: 2000.0)
-    wanted = r"the Gram matrix of 10 samples needs 0.0 GB, and 0.0 GB are free; fewer.*: rank=16"
+    monkeypatch.setattr(ridge, "free_memory", lambda: 500.0)
+    wanted = r"the Gram matrix of a line of 6 needs 0.0 GB, and 0.0 GB are free; fewer.*: rank=16"
     with pytest.raises(ReadingError, match=wanted):
         run.influence(made.model, made.x[:3], 1)
     monkeypatch.setattr(ridge, "free_memory", lambda: 8e9)
     with pytest.raises(ReadingError, match=r"needs 60.0 GB, and 8.0 GB are free.*: rank=1024"):
         ridge.check_memory(50_000, 50_000)
     ridge.check_memory(50_000, 1024)
-    with pytest.raises(ReadingError, match=r"basis of 8,000 directions of 50,000.* needs 9.6"):
+    with pytest.raises(
+        ReadingError, match=r"basis of 8,000 directions of a line of 50,000 needs 9.6"
+    ):
         ridge.check_memory(50_000, 8000)
     assert ridge.free_memory() > 0
 

@@ -218,7 +218,7 @@ def assert_row_by_row(made: Any) -> None:
 
 
 def assert_columns(made: Any, grouping: Grouping) -> None:
-    """Row by row of the matrix or in one piece; together, what `forget` takes away."""
+    """Line by line of the matrix or in one piece; together, what `forget` takes away."""
     accounting = made.run._accounting
     whole, parts = (
         columns_of(Contributions(accounting, grouping, memory=memory)) for memory in (1 << 30, 1)
@@ -233,18 +233,18 @@ def assert_columns(made: Any, grouping: Grouping) -> None:
 
 def columns_of(matrix: Contributions) -> dict[str, tuple[np.ndarray, int]]:
     """(groups, *parameter flattened) of each book, and in how many pieces it came."""
-    found: dict[str, list[Tensor]] = {}
+    dense: dict[str, Tensor] = {}
+    pieces: dict[str, int] = {}
     terms = {}
     for columns in matrix.columns():
-        found.setdefault(columns.book.name, []).append(columns.values.clone())
-        terms[columns.book.name] = (columns.book, columns.term)
-    joined = {}
-    for name, pieces in found.items():
-        (book, term), dense = terms[name], torch.cat(pieces, 1)
-        shape = matrix_shape(book.shape, term.view, term.groups)
-        each = [from_matrix(d.view(shape), book.shape, term.view, term.groups) for d in dense]
-        joined[name] = (torch.stack(each).flatten(1).double().numpy(), len(pieces))
-    return joined
+        name, term = columns.book.name, columns.term
+        shape = matrix_shape(columns.book.shape, term.view, term.groups)
+        into = dense.setdefault(name, torch.zeros(matrix.groups, *shape))
+        columns.region.of(into)[:] = columns.values.view(matrix.groups, *columns.region.shape)
+        pieces[name] = pieces.get(name, 0) + 1
+        terms[name] = (columns.book.shape, term.view, term.groups)
+    found = {n: torch.stack([from_matrix(m, *terms[n]) for m in d]) for n, d in dense.items()}
+    return {n: (d.flatten(1).double().numpy(), pieces[n]) for n, d in found.items()}
 
 
 def test_what_was_booked_by_step_is_not_lost(recorded: Make, recorded_case: Make) -> None:

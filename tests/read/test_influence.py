@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.read.known import Known, flat
+from tests.read.known import MAKE, Known, flat
 from torch import Tensor, nn
 
 import dualform
-from dualform.read import influence, ridge
+from dualform.ledger import Term
+from dualform.read import ridge
+from dualform.read.grouped import Region
+from dualform.read.influence import OWN
+from dualform.read.matrix import Columns
 from dualform.testing import Loop, train
 
 ROUNDING = 1e-5
@@ -31,84 +35,165 @@ METHODS = ["ridge", "fisher", "ekfac", "tracin", "accounting"]
 RULES = ["SGD", "SGD, groups", "SGD, Nesterov", "AdamW, amsgrad", "Adafactor"]
 
 
-def solved(C: Tensor, b: Tensor, damping: float) -> Tensor:
-    """`(1 + C Cᵀ/λ)⁻¹ b`, λ in units of the mean diagonal."""
+def solved(C: Tensor, g: Tensor, damping: float) -> Tensor:
+    """`(1 + C Cᵀ/λ)⁻¹ C g`, λ in units of the mean diagonal; nothing where C is nothing."""
     gram = C @ C.T
     scale = damping * gram.diagonal().mean()
-    return torch.linalg.solve(torch.eye(len(C)).double() + gram / scale, b)
+    return torch.linalg.solve(torch.eye(len(C)).double() + gram / scale, C @ g.T)
 
 
-def natural(made: Known, C: Tensor, optimizer: str) -> Tensor:
-    """`C h^(−½)`: h is the size of contributions over that of the gradients they were made of.
+def lines(made: Known, C: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Contributions to what goes into a unit, or out of one, or to all biases; and directions.
 
-    SGD moves all parameters of a group alike: h is the rate, and a common factor does not matter.
+    Weights are (6, 4) and (3, 6): the longer side of the first is that of its outputs.
     """
-    if optimizer.startswith("SGD"):
-        rates = {"0": 0.2, "2": 0.02} if optimizer == "SGD, groups" else {"0": 1.0, "2": 1.0}
-        sizes = [torch.full(b.shape, rates[b.name[0]]) for b in made.run.info.books]
-        h = flat(dict(zip([b.name for b in made.run.info.books], sizes, strict=True))).double()
-    else:
-        h = (C.square().mean(0) / made.summed().square().mean(0)).sqrt()
-    return C / h.sqrt()
+    at = 0
+    for name, p in sorted(made.model.named_parameters()):
+        parts = [M[:, at : at + p.numel()].reshape(len(M), *p.shape) for M in (C, g)]
+        side = {"0.weight": 2, "2.weight": 1}.get(name)
+        yield from zip(
+            *([part] if side is None else part.unbind(side) for part in parts), strict=True
+        )
+        at += p.numel()
 
 
-@pytest.mark.parametrize("optimizer", RULES)
+def by_lines(made: Known, C: Tensor, g: Tensor, damping: float) -> Tensor:
+    """The sum of what each line gives."""
+    return torch.stack([solved(*line, damping) for line in lines(made, C, g)]).sum(0)
+
+
+def left(made: Known, C: Tensor, damping: float) -> float:
+    """The share of `C Cᵀ` that solving leaves: of its trace, over all lines."""
+    pairs = [(line @ line.T, line) for line, _ in lines(made, C, C)]
+    rest = sum(solved(line, line, damping).trace() for _, line in pairs)
+    return float(rest / sum(gram.trace() for gram, _ in pairs))
+
+
+def stretched(made: Known) -> tuple[Tensor, Tensor]:
+    """Contributions and directions in the optimizer's metric: `h^½ η Σ g` and `h^½ ḡ`.
+
+    `h² = Σ (H g)² / Σ (η g)²`, with the gradient g of each step and what became of it, H g.
+    """
+    source, moved, rated = made.run._source, torch.zeros(51).double(), torch.zeros(51).double()
+    for t, step in enumerate(made.steps, start=1):
+        g, parts = sum(made.gradient(layers) for layers in step.values()), {}
+        for book in made.run.info.books:
+            spans = source.accounting.spans([book])
+            H = {s: h for span in spans for s, h in span.coefficients[book.name].items()}
+            parts[book.name] = torch.as_tensor(H[t]).expand(book.shape)
+        moved += (flat(parts) * g).square()
+        rated += g.square()
+    root = (moved / rated).sqrt().sqrt()
+    return -made.summed() * root, made.directions() * root
+
+
 @pytest.mark.parametrize("damping", [None, 0.1])
+@pytest.mark.parametrize("optimizer", RULES)
 def test_ridge_is_dense_algebra(
     optimizer: str, damping: float | None, known: Callable[[str], Known]
 ) -> None:
     made = known(optimizer)
     C, g = made.contributions(), made.directions()
-    expected = solved(natural(made, C, optimizer), C @ g.T, damping or 3.0)
+    if not optimizer.startswith("SGD"):
+        C, g = stretched(made)
+    expected = by_lines(made, C, g, damping or 3.0) * OWN / left(made, C, damping or 3.0)
     for rank in (None, 10, 1000):
         found = made.run.influence(made.model, made.x[:3], 1, damping=damping, rank=rank)
         assert_close(found.values, expected, 1e-4)
-        assert (found.method, found.damping, found.kept) == ("ridge", damping or 3.0, 1.0)
+        assert (found.method, found.damping) == ("ridge", damping or 3.0)
+        assert found.kept == pytest.approx(1.0)
         assert found.check is None
         assert found.queries == ["0: output 1", "1: output 1", "2: output 1"]
 
 
+@pytest.mark.skipif("Muon" not in MAKE, reason="torch.optim.Muon is new in torch 2.9")
+def test_ridge_where_steps_turn_gradients(tmp_path: Path) -> None:
+    """Contributions themselves, in units of how far each parameter moved for its gradients."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(5, 3, bias=False), torch.randn(6, 5)
+    muon, seen = MAKE["Muon"](list(model.parameters())), torch.zeros(6, 3, 5)
+    with dualform.record(model, muon, tmp_path / "run") as recorder:
+        for batch in ([0, 1, 2], [3, 4, 5], [0, 4, 2], [1, 3, 5]):
+            recorder.samples(batch)
+            out = model(x[batch])
+            for at, i in enumerate(batch):
+                seen[i] += 2 * torch.outer(out[at].detach(), x[i])
+            out.square().sum().backward()
+            muon.step()
+            muon.zero_grad()
+    run = dualform.open(tmp_path / "run")
+    left = [run.state_dict()["weight"] - run.forget([i])["weight"] for i in range(6)]
+    C, g = torch.stack(left).double(), torch.eye(3)[1][:, None] * x[:2][:, None]
+    h = (C.square().mean(0) / (0.1 * seen).double().square().mean(0)).sqrt().sqrt()
+    parts = [solved((C / h)[:, u], (g.double() * h)[:, u], 3.0) for u in range(3)]
+    rest = sum(solved((C / h)[:, u], (C / h)[:, u], 3.0).trace() for u in range(3))
+    expected = sum(parts) * OWN * (C / h).square().sum() / rest
+    assert_close(run.influence(model, x[:2], 1).values, expected, 1e-4)
+
+
 def test_leading_directions(known: Callable[[str], Known]) -> None:
-    """The more directions, the more is kept; beyond the rank of C, everything."""
+    """The more directions of each line, the more is kept; with all of them, everything."""
     made = known("SGD, Nesterov")
     exact = made.influence()
-    found = [made.run.influence(made.model, made.x[:3], 1, rank=rank) for rank in range(1, 10)]
+    found = [made.run.influence(made.model, made.x[:3], 1, rank=rank) for rank in range(1, 7)]
     kept = [one.kept for one in found]
     assert kept == sorted(kept)
-    assert 0.2 < kept[0] < kept[-1] < 1
+    assert 0.2 < kept[0] < kept[-2] < 1 == pytest.approx(kept[-1])
     errors = [np.abs(one.values - exact).max() / np.abs(exact).max() for one in found]
-    assert errors[-1] < 1e-2
-    assert errors[-1] == min(errors)
+    assert errors[-1] == min(errors) == 0
+    assert errors[-2] < 1e-2
 
 
-def test_leading_directions_of_a_matrix_of_low_rank_are_exact() -> None:
+@pytest.mark.parametrize("shape", [(40, 90), (90, 40)])
+def test_leading_directions_of_a_matrix_of_low_rank_are_exact(shape: tuple[int, int]) -> None:
+    """Through either of its sides."""
     generator = torch.Generator().manual_seed(0)
-    C = torch.randn(40, 6, generator=generator) @ torch.randn(6, 90, generator=generator)
-    b = torch.randn(40, 3, generator=generator).double()
-    found = ridge.make_ridge(Dense(C), rank=38)
-    assert found.kept == pytest.approx(1.0, abs=1e-6)
-    assert_close(found.solve(b, 3.0), solved(C.double(), b, 3.0), 1e-6)
-    for rank in (6, 10):
-        assert_close(
-            ridge.make_ridge(Dense(C), rank).solve(b, 3.0), solved(C.double(), b, 3.0), 1e-6
-        )
+    left = torch.randn(shape[0], 6, generator=generator)
+    C = left @ torch.randn(6, shape[1], generator=generator)
+    b = torch.randn(shape[0], 3, generator=generator).double()
+    gram = (C @ C.T).double()
+    λ = 3.0 * gram.diagonal().mean()
+    expected = torch.linalg.solve(torch.eye(shape[0]).double() + gram / λ, b)
+    for rank in (6, 10, 38):
+        found = ridge.make_ridge(C, rank, samples=shape[0])
+        assert found.inside == pytest.approx(found.trace, rel=1e-6)
+        assert_close(found.solve(b, 3.0), expected, 1e-6)
 
 
-class Dense:
-    """A matrix that is held whole, in two pieces."""
-
-    def __init__(self, C: Tensor) -> None:
-        self.groups, self._C = len(C), C
-
-    def columns(self) -> Any:
-        return [SimpleNamespace(values=part) for part in self._C.split(50, dim=1)]
+def test_a_line_through_either_side() -> None:
+    """`C (1 + CᵀC/λ)⁻¹ = (1 + C Cᵀ/λ)⁻¹ C`: few samples or many."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((7, 4), (4, 7)):
+        C = torch.randn(shape, generator=generator)
+        g = torch.randn(2, shape[1], generator=generator)
+        book = SimpleNamespace(name="w", shape=(1, shape[1]))
+        term = Term("outer", "rows")
+        columns = Columns(book, term, Region.whole(1, shape[1]), C)
+        matrix = SimpleNamespace(groups=shape[0], columns=lambda columns=columns: [columns])
+        found = ridge.Lines(None).solve(matrix, {"w": g[:, None]}, 3.0)
+        assert_close(found, solved(C.double(), g.double(), 3.0), 1e-5)
 
 
 def test_much_damping_is_accounting(known: Callable[[str], Known]) -> None:
-    made = known("AdamW, amsgrad")
+    """In proportion; of gradients stretched by h, where each element has its own coefficient."""
+    made = known("SGD, Nesterov")
     C, g = made.contributions(), made.directions()
-    assert_close(made.influence(damping=1e12), C @ g.T)
-    assert_close(made.influence("accounting"), C @ made.gradients().T)
+    assert_close(made.influence(damping=1e12), OWN * C @ g.T)
+    adaptive = known("AdamW, amsgrad")
+    C, g = stretched(adaptive)
+    assert_close(adaptive.influence(damping=1e12), OWN * C @ g.T)
+    C = adaptive.contributions()
+    assert_close(adaptive.influence("accounting"), C @ adaptive.gradients().T)
+
+
+@pytest.mark.parametrize("rank", [3, 38])
+def test_what_is_left_by_solving(rank: int) -> None:
+    """The trace of `K (1 + K/λ)⁻¹`, with the rest of K taken for its mean."""
+    C = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+    made = ridge.make_ridge(C, rank, samples=40)
+    K = made.Q @ made.M @ made.Q.T + made.tail * (torch.eye(40) - made.Q @ made.Q.T)
+    expected = torch.linalg.solve(torch.eye(40).double() + K / (2.0 * made.scale), K).trace()
+    assert made.left(2.0) == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_the_order_of_ids_does_not_matter(tmp_path: Path) -> None:
@@ -137,28 +222,24 @@ def test_the_order_of_ids_does_not_matter(tmp_path: Path) -> None:
 def test_what_does_not_depend_on_queries_is_kept(
     known: Callable[[str], Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of all lines: 4 + 3 of weights and 2 biases; as far as there is memory for it."""
     made = known("AdamW, amsgrad")
     run, found = dualform.open(made.run.path), []
-    make = influence.make_ridge
-    monkeypatch.setattr(influence, "make_ridge", lambda *a: found.append(1) or make(*a))
-    first = run.influence(made.model, made.x[:3], 1, rank=4)
-    again = run.influence(made.model, made.x[:3], 1, rank=4)
-    run.influence(made.model, made.x[3:5], 0, damping=1.0, rank=4)
-    assert len(found) == 1
+    make = ridge.make_ridge
+    monkeypatch.setattr(ridge, "make_ridge", lambda *a: found.append(1) or make(*a))
+    first = run.influence(made.model, made.x[:3], 1, rank=2)
+    again = run.influence(made.model, made.x[:3], 1, rank=2)
+    run.influence(made.model, made.x[3:5], 0, damping=1.0, rank=2)
+    assert len(found) == 9
     assert np.array_equal(first.values, again.values)
     assert first.kept == again.kept < 1
     run.influence(made.model, made.x[:3], 1)
-    assert len(found) == 2
-
-
-def test_columns_that_do_not_fit_are_scanned_again(
-    known: Callable[[str], Known], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = known("AdamW, amsgrad")
-    held = dualform.open(made.run.path).influence(made.model, made.x[:3], 1, rank=4)
-    monkeypatch.setattr(influence, "free_memory", lambda: 0.0)
-    scanned = dualform.open(made.run.path).influence(made.model, made.x[:3], 1, rank=4)
-    assert np.array_equal(held.values, scanned.values)
+    assert len(found) == 18
+    monkeypatch.setattr(ridge, "KEPT_BYTES", 0)
+    run, found[:] = dualform.open(made.run.path), []
+    for _ in range(2):
+        assert np.array_equal(run.influence(made.model, made.x[:3], 1, rank=2).values, first.values)
+    assert len(found) == 18
 
 
 # Comparisons from the same ledger
@@ -204,7 +285,7 @@ def test_fisher(optimizer: str, known: Callable[[str], Known]) -> None:
     made = known(optimizer)
     G = -torch.stack([made.gradient(layers) for layers in made.last_seen()])
     for damping in (1.0, 0.2):
-        expected = solved(G, G @ made.gradients().T, damping)
+        expected = by_lines(made, G, made.gradients(), damping)
         assert_close(made.influence("fisher", damping=damping), expected, 1e-4)
 
 

@@ -41,7 +41,7 @@ class EigenBases:
             matrices = on_a.T.to(matrices) @ matrices
         if on_b is not None:
             matrices = matrices @ on_b.to(matrices)
-        return matrices[:, columns.rows].flatten(1).to(columns.values)
+        return columns.region.of(matrices).flatten(1).to(columns.values)
 
 
 def ekfac(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dualform.errors import ReadingError
 from dualform.ledger import Stream, Term
 from dualform.memory.blocks import Sides, from_matrix, matrix_shape
-from dualform.read.grouped import add_segments
+from dualform.read.grouped import Region, add_segments
 from dualform.read.targets import Asked, Parameters
 from dualform.record.layers import (
     Finder,
@@ -113,7 +113,7 @@ def _sums(parts: Sequence[tuple[Tensor, Tensor | None]], term: Term, like: Tenso
     height, width = matrix_shape(shape, term.view, term.groups)
     counts = torch.full((len(like),), a.shape[1])
     dense = like.new_zeros(len(like), height, width)
-    add_segments(dense, sides, counts, slice(0, height))
+    add_segments(dense, sides, counts, Region.whole(height, width))
     if term.view != "swapped":
         return dense.view(like.shape)
     return torch.stack([from_matrix(m, shape, term.view, term.groups) for m in dense])

@@ -23,6 +23,32 @@ ROW_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
+class Region:
+    """A part of a parameter's matrix.
+
+    >>> Region.whole(4, 3).of(torch.zeros(2, 4, 3)).shape
+    torch.Size([2, 4, 3])
+    """
+
+    rows: slice
+    columns: slice
+
+    @classmethod
+    def whole(cls, height: int, width: int) -> Region:
+        """All of a matrix."""
+        return cls(slice(0, height), slice(0, width))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Its height and width."""
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+
+    def of(self, matrices: Tensor) -> Tensor:
+        """The same part of matrices (…, height, width)."""
+        return matrices[..., self.rows, self.columns]
+
+
+@dataclass(frozen=True)
 class Grouping:
     """Which rows belong together: `of(steps, samples, positions)` is the number of their group.
 
@@ -141,12 +167,12 @@ def add_records(
     term: Term,
     grouping: Grouping,
     weights: Tensor,
-    rows: slice,
+    region: Region,
     turn: Callable[[Sides], Sides] | None = None,
 ) -> None:
-    """Adds what the records of each group add to some rows of a parameter's matrix.
+    """Adds what the records of each group add to a part of a parameter's matrix.
 
-    `into` is (groups, rows of the matrix, its width). Records of weight 0 are not read. `turn`
+    `into` is (groups, height, width) of the part. Records of weight 0 are not read. `turn`
     changes rows before they are added.
     """
     chosen = torch.nonzero(weights).flatten()
@@ -160,38 +186,43 @@ def add_records(
         values = values * weights[part].to(values).repeat_interleave(records.each)[:, None]
         keys, values = keys.to(into.device), values.to(into.device)
         sides = Sides.of(term.form, keys, values, term.groups, term.at)
-        add_groups(into, sides if turn is None else turn(sides), numbers, rows)
+        add_groups(into, sides if turn is None else turn(sides), numbers, region)
 
 
-def add_groups(into: Tensor, sides: Sides, numbers: Tensor, rows: slice) -> None:
+def add_groups(into: Tensor, sides: Sides, numbers: Tensor, region: Region) -> None:
     """Adds each row to its group; see `add_records`."""
     order = torch.argsort(numbers, stable=True)
     groups, counts = torch.unique_consecutive(numbers[order], return_counts=True)
     sides, first = sides[order.to(sides.a.device)], int(groups[0])
     if int(groups[-1]) - first == len(groups) - 1:
-        add_segments(into[first : first + len(groups)], sides, counts, rows)
+        add_segments(into[first : first + len(groups)], sides, counts, region)
     else:
         sums = into.new_zeros(len(groups), *into.shape[1:])
-        add_segments(sums, sides, counts, rows)
+        add_segments(sums, sides, counts, region)
         into.index_add_(0, groups.to(into.device), sums)
 
 
-def add_segments(into: Tensor, sides: Sides, counts: Tensor, rows: slice) -> None:
+def add_segments(into: Tensor, sides: Sides, counts: Tensor, region: Region) -> None:
     """Adds runs of so many rows each, of which the first belongs to the first group, and so on."""
-    (top, left), height = sides.at, rows.stop - rows.start
-    if sides.a.ndim == 1:
-        assert sides.b is not None
-        segment = torch.arange(len(counts)).repeat_interleave(counts).to(into.device)
-        place = sides.a + top - rows.start
-        inside = (place >= 0) & (place < height)
-        flat = into.flatten(0, 1)[:, left : left + sides.b.shape[1]]
-        flat.index_add_(0, (segment * height + place)[inside], sides.b[inside].to(into))
+    (top, left), (height, _), across = sides.at, region.shape, region.columns
+    width = 1 if sides.b is None else sides.b.shape[-1]
+    begin, end = max(across.start, left), min(across.stop, left + width)
+    if begin >= end:
         return
-    first, last = max(rows.start, top), min(rows.stop, top + sides.a.shape[1])
+    here = slice(begin - across.start, end - across.start)
+    b = None if sides.b is None else sides.b[..., begin - left : end - left]
+    if sides.a.ndim == 1:
+        assert b is not None
+        segment = torch.arange(len(counts)).repeat_interleave(counts).to(into.device)
+        place = sides.a + top - region.rows.start
+        inside = (place >= 0) & (place < height)
+        flat = into.flatten(0, 1)[:, here]
+        flat.index_add_(0, (segment * height + place)[inside], b[inside].to(into))
+        return
+    first, last = max(region.rows.start, top), min(region.rows.stop, top + sides.a.shape[1])
     if first < last:
-        width = 1 if sides.b is None else sides.b.shape[-1]
-        target = into[:, first - rows.start : last - rows.start, left : left + width]
-        _add_products(target, sides, counts, slice(first - top, last - top))
+        target = into[:, first - region.rows.start : last - region.rows.start, here]
+        _add_products(target, Sides(sides.a, b), counts, slice(first - top, last - top))
 
 
 def _add_products(into: Tensor, sides: Sides, counts: Tensor, rows: slice) -> None:

@@ -1,15 +1,16 @@
 """The counterfactual read: which samples would change an output if they were left out of training.
 
 Accounting says what a sample's rows added. Without it, others would have done part of the same: so
-the accounts are solved against each other, `S = (1 + C Cᵀ/λ)⁻¹ C g` with C the samples'
-contributions to all parameters and g the target's gradient, averaged over the line from the first
-weights to the last.
+the accounts are solved against each other, `S = Σ (1 + C Cᵀ/λ)⁻¹ C g` over lines of parameters,
+with C the samples' contributions to a line and g the target's gradient, averaged over the line
+from the first weights to the last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -23,18 +24,18 @@ from dualform.read.explain import ends, query_batches
 from dualform.read.factors import EigenBases, ekfac
 from dualform.read.gradients import Gradients
 from dualform.read.grouped import Grouping, Records
-from dualform.read.matrix import Contributions, Kept, Matrix, Natural, Turn, Weighing, times
+from dualform.read.matrix import Contributions, Natural, Turn, Weighing, longest, times
 from dualform.read.path import along_line
-from dualform.read.ridge import Ridge, check_memory, free_memory, make_ridge
+from dualform.read.ridge import Lines, check_memory
 from dualform.read.scores import Scores
 from dualform.read.targets import Asked, Parameters, Target
 
-EXACT = 4096
-"""Up to so many samples, the Gram matrix is computed."""
-RANK = 512
-"""How many leading directions are kept beyond that."""
-TOLERANCE = 1e-2
+TOLERANCE = 0.1
 """How far the averaged gradients may be from the change of the target: less matters little here."""
+
+OWN = 0.16
+"""The mean share of a sample's account that others would not make up for, as measured by
+retraining: solving gets the order of samples right, and leaves too little of their size."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -70,7 +71,7 @@ class Influencer:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._ridges: dict[tuple[str, int], Ridge] = {}
+        self._lines: dict[tuple[str, int | None], Lines] = {}
         self._methods: dict[str, tuple[float, Callable[..., Tensor]]] = {
             "ridge": (3.0, self._ridge),
             "fisher": (1.0, self._fisher),
@@ -101,14 +102,13 @@ class Influencer:
             raise UnknownSampleError(
                 "this run knows no samples: no layer of it was booked by row; audit() says why."
             )
-        rank = self._rank(rank)
-        if method in ("ridge", "fisher") and (method, rank) not in self._ridges:
-            check_memory(len(source.ids), rank)
+        if method in ("ridge", "fisher"):
+            self._check(rank)
         parts = [
             answer(asked, model, queries, method, chosen, rank)
             for queries in query_batches(asked, source)
         ]
-        ridge = self._ridges.get((method, rank))
+        lines = self._lines.get((method, rank))
         return Influence(
             source.ids,
             torch.cat(parts, 1).numpy(),
@@ -118,7 +118,7 @@ class Influencer:
             f"influence ({method})",
             method,
             chosen if usual else 0.0,
-            1.0 if ridge is None else ridge.kept,
+            1.0 if lines is None else lines.kept,
         )
 
     def _method(self, name: str) -> tuple[float, Callable[..., Tensor]]:
@@ -127,41 +127,50 @@ class Influencer:
             raise ReadingError(f"method='{name}' is not known; there are {known}.")
         return self._methods[name]
 
-    def _rank(self, rank: int | None) -> int:
+    def _check(self, rank: int | None) -> None:
+        """Whether the lines can be inverted, of which the largest is a parameter's longer side."""
         samples = len(self._source.ids)
-        if rank is None:
-            return samples if samples <= EXACT else RANK
-        if rank < 1:
+        if rank is not None and rank < 1:
             raise ReadingError(
                 f"rank={rank}: keep at least one direction; {samples:,} and more are exact."
             )
-        return min(rank, samples)
+        books = (book for book in self._source.ledger.info.books if book.terms)
+        check_memory(min(samples, max(longest(book) for book in books)), rank)
 
     def _ridge(
-        self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, rank: int
+        self,
+        asked: Asked,
+        model: nn.Module,
+        queries: Any,
+        method: str,
+        damping: float,
+        rank: int | None,
     ) -> Tensor:
         first, last = ends(model, self._source)
         line = along_line(asked, first, last, queries, TOLERANCE)
-        matrix = self._natural(scans=1 if (method, rank) in self._ridges else 3)
-        if (method, rank) not in self._ridges:
-            self._ridges[method, rank] = make_ridge(matrix, rank)
-        return self._ridges[method, rank].solve(_products(matrix, line.directions), damping)
+        lines = self._lines.setdefault((method, rank), Lines(rank))
+        solved = lines.solve(self._natural, line.directions, damping)
+        return solved * (OWN / lines.left)
 
-    def _natural(self, scans: int) -> Matrix:
-        """In memory if it is gone through several times, and takes little of it."""
-        source = self._source
-        natural = Natural(source.accounting, Grouping.by_sample(source.numbers))
-        size = 4 * natural.groups * sum(book.size for book in source.ledger.info.books)
-        return Kept(natural) if scans > 1 and 4 * size < free_memory() else natural
+    @cached_property
+    def _natural(self) -> Natural:
+        return Natural(self._source.accounting, Grouping.by_sample(self._source.numbers))
 
     def _fisher(
-        self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, rank: int
+        self,
+        asked: Asked,
+        model: nn.Module,
+        queries: Any,
+        method: str,
+        damping: float,
+        rank: int | None,
     ) -> Tensor:
-        matrix = self._matrix(self._last_visits)
-        if (method, rank) not in self._ridges:
-            self._ridges[method, rank] = make_ridge(matrix, rank)
-        products = _products(matrix, self._gradients(asked, model, queries))
-        return self._ridges[method, rank].solve(products, damping)
+        matrix, directions = (
+            self._matrix(self._last_visits),
+            self._gradients(asked, model, queries),
+        )
+        lines = self._lines.setdefault((method, rank), Lines(rank))
+        return lines.solve(matrix, directions, damping)
 
     def _accounting(self, asked: Asked, model: nn.Module, queries: Any, *_: Any) -> Tensor:
         return _products(self._matrix(), self._gradients(asked, model, queries))
@@ -191,7 +200,7 @@ class Influencer:
         return weigh
 
     def _ekfac(
-        self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, rank: int
+        self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, *_: Any
     ) -> Tensor:
         bases = EigenBases(self._matrix(self._last_visits), self._last_visits)
         matrix = self._matrix(self._last_visits, bases.turn)
@@ -217,5 +226,5 @@ def gradients_at(asked: Asked, point: Parameters, queries: Any) -> dict[str, Ten
     return {name: torch.cat([part[name] for part in parts]) for name in point}
 
 
-def _products(matrix: Matrix, directions: Parameters) -> Tensor:
+def _products(matrix: Contributions, directions: Parameters) -> Tensor:
     return torch.stack(list(times(matrix, directions).values())).sum(0)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Protocol
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from dualform.ledger import Book, Term
 from dualform.memory.blocks import Sides, as_matrix, from_matrix, matrix_shape
 from dualform.read.coefficients import Accounting, Span
-from dualform.read.grouped import Grouping, Records, add_groups, add_records
+from dualform.read.grouped import Grouping, Records, Region, add_groups, add_records
+from dualform.read.replay import step_gradients
 from dualform.read.scan import Chunk, Scan, row_sides
 from dualform.record.optimizers import BY_ROW, Operator, ScalarRule, Sided
 
@@ -34,11 +36,11 @@ Turn = Callable[[Book, Sides], Sides]
 
 @dataclass(frozen=True)
 class Columns:
-    """Some columns of the matrix: what each group added to some rows of one parameter's matrix."""
+    """Some columns of the matrix: what each group added to a part of one parameter's matrix."""
 
     book: Book
     term: Term
-    rows: slice
+    region: Region
     values: Tensor
     """(groups, columns)."""
     scale: Tensor | float = 1.0
@@ -46,12 +48,19 @@ class Columns:
 
     def of(self, directions: Tensor) -> Tensor:
         """(directions, columns): the same part of directions (directions, *shape of the book)."""
-        return self.matrices(directions)[:, self.rows].flatten(1).to(self.values) * self.scale
+        part = self.region.of(self.matrices(directions))
+        return part.flatten(1).to(self.values) * self.scale
 
-    def divided(self, scale: Tensor | float) -> Columns:
-        """The same in other units, in place."""
-        self.values.div_(scale)
-        return replace(self, scale=scale)
+    def lines(self, columns: Tensor) -> tuple[Tensor, ...]:
+        """(…, columns) as one (…, side) for each line along the matrix's longer side."""
+        height, width = _shape(self.book, self.term)
+        matrices = columns.reshape(len(columns), *self.region.shape)
+        return matrices.unbind(1 if height <= width else 2)
+
+    def joined(self, lines: Sequence[Tensor]) -> Tensor:
+        """The inverse of `lines`."""
+        height, width = _shape(self.book, self.term)
+        return torch.stack(list(lines), 1 if height <= width else 2).flatten(1)
 
     def matrices(self, directions: Tensor) -> Tensor:
         """(directions, height, width): directions as the matrices that the columns are from."""
@@ -86,70 +95,75 @@ class Contributions:
         """How many rows the matrix has."""
         return self._grouping.count
 
-    def columns(self) -> Iterator[Columns]:
-        """All columns, some at a time; each is valid until the next."""
+    def columns(self, books: Sequence[Book] | None = None) -> Iterator[Columns]:
+        """All columns (of some books), some at a time; each is valid until the next."""
         buffer = torch.empty(0, device=self._accounting.device)
-        for book in self.books:
+        for book in self.books if books is None else books:
             term = next(iter(book.terms.values()))
-            for rows in self._parts(book, term):
-                shape = (self.groups, rows.stop - rows.start, _shape(book, term)[1])
+            for region in self._parts(book, term):
+                shape = (self.groups, *region.shape)
                 if buffer.numel() < math.prod(shape):
                     buffer = buffer.new_empty(math.prod(shape))
                 values = buffer[: math.prod(shape)].view(shape).zero_()
                 for stream, own in book.terms.items():
-                    self._add(values, book, term, stream, own, rows)
-                yield Columns(book, term, rows, values.flatten(1))
+                    self._add(values, book, term, stream, own, region)
+                yield Columns(book, term, region, values.flatten(1))
 
-    def _parts(self, book: Book, term: Term) -> list[slice]:
-        """The rows of the book's matrix in parts whose columns fit into memory."""
+    def _parts(self, book: Book, term: Term) -> list[Region]:
+        """The book's matrix in parts that fit into memory: lines of the longer side, or of one."""
         height, width = _shape(book, term)
-        step = max(1, self._memory // (4 * max(1, self.groups) * width))
+        shorter, longer = sorted((height, width))
         if not all(_alike(term, own) for own in book.terms.values()):
-            step = height  # uses that see it as different matrices have no rows in common
-        return [slice(at, min(at + step, height)) for at in range(0, height, step)]
+            return [Region.whole(height, width)]  # seen as other matrices, parts are not the same
+        most = max(1, self._memory // (4 * max(1, self.groups)))
+        pairs = product(_cut(shorter, max(1, most // longer)), _cut(longer, most))
+        return [Region(*(pair if height <= width else pair[::-1])) for pair in pairs]
 
     def _add(
-        self, into: Tensor, book: Book, term: Term, stream: str, own: Term, rows: slice
+        self, into: Tensor, book: Book, term: Term, stream: str, own: Term, region: Region
     ) -> None:
         """Adds the rows of one stream."""
         add = self._add_weighed if self._weighing else self._add_replayed
         if _alike(term, own):
-            add(into, book, stream, own, rows)
+            add(into, book, stream, own, region)
             return
         turned = into.new_zeros(self.groups, *_shape(book, own))
-        add(turned, book, stream, own, slice(0, turned.shape[1]))
+        add(turned, book, stream, own, Region.whole(*_shape(book, own)))
         into += _turned(turned, book, own, term)
 
-    def _add_weighed(self, into: Tensor, book: Book, stream: str, term: Term, rows: slice) -> None:
+    def _add_weighed(
+        self, into: Tensor, book: Book, stream: str, term: Term, region: Region
+    ) -> None:
         assert self._weighing is not None
         records, turn = self.records[stream], partial(self._turn, book) if self._turn else None
         weights = self._weighing(book, records)
-        add_records(into, records, term, self._grouping, weights, rows, turn)
+        add_records(into, records, term, self._grouping, weights, region, turn)
 
-    def _add_replayed(self, into: Tensor, book: Book, stream: str, term: Term, rows: slice) -> None:
+    def _add_replayed(
+        self, into: Tensor, book: Book, stream: str, term: Term, region: Region
+    ) -> None:
         """In the order of time, since what a step made of its rows is an operator of its own."""
         accounting = self._accounting
         found = accounting.ledger.info.stream(stream)
         for span in accounting.spans([book]):
             for chunk in Scan(accounting.ledger, found, span.last, into.device, span.first):
-                self._add_chunk(into, chunk, book, term, rows, span)
+                self._add_chunk(into, chunk, book, term, region, span)
 
     def _add_chunk(
-        self, into: Tensor, chunk: Chunk, book: Book, term: Term, rows: slice, span: Span
+        self, into: Tensor, chunk: Chunk, book: Book, term: Term, region: Region, span: Span
     ) -> None:
         operators = span.coefficients[book.name]
         assert isinstance(operators, dict)
-        sides, (height, width) = row_sides(chunk, term), _shape(book, term)
+        sides, whole = row_sides(chunk, term), Region.whole(*_shape(book, term))
         columns = [c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions)]
         groups, numbers = torch.unique(self._grouping.of(*columns), return_inverse=True)
         for step, some in chunk.by_step():
             if step not in operators:
                 continue
-            operator = _Matrixwise(operators[step], term, rows, height)
+            operator = _Matrixwise(operators[step], term, region, whole)
             here, places = torch.unique(numbers[some], return_inverse=True)
-            needs = operator.needs
-            sums = into.new_zeros(len(here), needs.stop - needs.start, width)
-            add_groups(sums, sides[some], places, needs)
+            sums = into.new_zeros(len(here), *operator.needs.shape)
+            add_groups(sums, sides[some], places, operator.needs)
             into.index_add_(0, groups[here].to(into.device), operator(sums))
 
     @cached_property
@@ -187,71 +201,106 @@ def times(matrix: Matrix, directions: Mapping[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
-class Kept:
-    """A matrix that is gone through several times, in memory."""
-
-    def __init__(self, matrix: Matrix) -> None:
-        self.groups = matrix.groups
-        self._columns = [replace(c, values=c.values.clone()) for c in matrix.columns()]
-
-    def columns(self) -> Iterator[Columns]:
-        """All columns."""
-        return iter(self._columns)
-
-
 class Natural:
     """`C h^(−½)`: contributions in the metric of the optimizer, which moved parameters by it.
 
-    `h` is how far a parameter moves for a gradient of size 1: the size of the contributions to it,
-    relative to the gradients they were made of. Where all parameters move alike, it is one number.
+    `h` is how far a parameter moves for a gradient of size 1, relative to the learning rate. Where
+    a step's coefficients are one for each element, contributions are taken for `h` times the
+    gradients, each with its step's learning rate: their change over time is left out, which spares
+    applying every step's coefficients to every sample.
     """
 
     def __init__(self, accounting: Accounting, grouping: Grouping) -> None:
-        self.groups = grouping.count
-        half = COLUMN_BYTES // 2
-        self._matrix = Contributions(accounting, grouping, memory=half)
-        self._plain = Contributions(accounting, grouping, None, self._factors, memory=half)
-        self._accounting = accounting
+        self.groups, self._accounting = grouping.count, accounting
+        self._exact = Contributions(accounting, grouping)
+        self._rated = Contributions(accounting, grouping, None, self._weights)
+        self._sizes: dict[str, Tensor | None] = {}
 
     def columns(self) -> Iterator[Columns]:
         """All columns, some at a time; each is valid until the next."""
         if isinstance(self._accounting.rule, ScalarRule):
-            for columns in self._matrix.columns():
-                yield columns.divided(self._size(columns.book) ** 0.5)
+            yield from self._exact.columns()
             return
-        for columns, plain in zip(self._matrix.columns(), self._plain.columns(), strict=True):
-            moved, gradient = (c.values.square().mean(0).sqrt_() for c in (columns, plain))
+        for book in self._exact.books:
+            h = self._size(book)
+            if h is None:
+                yield from self._turned(book)
+            else:
+                yield from (_stretched(c, h) for c in self._rated.columns([book]))
+
+    def _turned(self, book: Book) -> Iterator[Columns]:
+        """Where a step turns gradients, how far it moves a parameter is seen from both."""
+        pairs = zip(self._exact.columns([book]), self._rated.columns([book]), strict=True)
+        for columns, rated in pairs:
+            moved, gradient = (c.values.square().mean(0).sqrt_() for c in (columns, rated))
             h = torch.where(gradient > 0, moved / gradient, 1.0).clamp_min_(1e-12)
-            yield columns.divided(h.sqrt_())
+            yield _divided(columns, h.sqrt_())
 
-    def _factors(self, book: Book, records: Records) -> Tensor:
-        """Gradients as the optimizer saw them."""
+    def _weights(self, book: Book, records: Records) -> Tensor:
+        """Gradients as the optimizer saw them, times its learning rate."""
+        return -self._rates(book)[records.steps - 1]
+
+    def _rates(self, book: Book) -> Tensor:
+        """(T,): the rate and the factor of each step's rows."""
         by_row = torch.from_numpy(self._accounting.states(book) == BY_ROW)
-        factors = torch.from_numpy(self._accounting.factors(book))
-        return torch.where(by_row, factors, 0.0)[records.steps - 1]
+        history = self._accounting.history(book)
+        rates = torch.from_numpy(history.hyper[:, history.fields.index("lr")])
+        return torch.where(by_row, rates * torch.from_numpy(self._accounting.factors(book)), 0.0)
 
-    def _size(self, book: Book) -> float:
-        (span,) = self._accounting.spans([book])
-        numbers = span.coefficients[book.name]
-        assert isinstance(numbers, Tensor)
-        factors = torch.from_numpy(self._accounting.factors(book)).to(numbers)
-        moved, gradient = numbers.square().sum(), factors.square().sum()
-        return float((moved / gradient.clamp_min(1e-30)).sqrt()) or 1.0
+    def _size(self, book: Book) -> Tensor | None:
+        """h, one for each element, or None where a step turns gradients."""
+        if book.name not in self._sizes:
+            self._sizes[book.name] = self._measured(book)
+        return self._sizes[book.name]
+
+    def _measured(self, book: Book) -> Tensor | None:
+        """`h² = Σ (H g)² / Σ (η g)²` over the steps and their gradients g."""
+        accounting, rates = self._accounting, self._rates(book).tolist()
+        moved = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
+        rated = torch.zeros_like(moved)
+        for span in accounting.spans([book]):
+            operators = span.coefficients[book.name]
+            assert isinstance(operators, dict)
+            found = step_gradients(
+                accounting.ledger, book, span.first, span.last, accounting.device
+            )
+            for step, gradient in found.items():
+                operator = operators.get(step, 0.0)
+                if isinstance(operator, Sided):
+                    return None
+                moved += (operator * gradient).square_()
+                rated += (rates[step - 1] * gradient).square_()
+        return torch.where(rated > 0, moved / rated, 1.0).sqrt_().clamp_min_(1e-12)
+
+
+def _divided(columns: Columns, scale: Tensor | float) -> Columns:
+    """The same in other units, in place."""
+    columns.values.div_(scale)
+    return replace(columns, scale=scale)
+
+
+def _stretched(columns: Columns, h: Tensor) -> Columns:
+    """Columns of gradients as contributions `h` times as large, divided by `h^(½)`; in place."""
+    scale = columns.of(h[None].sqrt())[0]
+    columns.values.mul_(scale)
+    return replace(columns, scale=scale)
 
 
 class _Matrixwise:
-    """A step's operator, applied to some rows of many gradients, seen as matrices."""
+    """A step's operator, applied to a part of many gradients, seen as matrices."""
 
-    def __init__(self, operator: Operator, term: Term, rows: slice, height: int) -> None:
-        self._rows, self._sided = rows, isinstance(operator, Sided)
-        self.needs = slice(0, height) if self._sided else rows
-        """The rows of a gradient that it takes to know those rows of the result."""
+    def __init__(self, operator: Operator, term: Term, region: Region, whole: Region) -> None:
+        self._region, self._sided, self._left = region, isinstance(operator, Sided), True
+        self.needs = region
+        """The part of a gradient that it takes to know that part of the result."""
         if isinstance(operator, Sided):
             self._matrix, self._left = operator.matrix, operator.left
             if term.view == "swapped":
                 self._matrix, self._left = operator.matrix.T, not operator.left
+            across, down = (whole.rows, region.columns), (region.rows, whole.columns)
+            self.needs = Region(*(across if self._left else down))
         elif isinstance(operator, Tensor):
-            self._matrix = as_matrix(operator, term.view, term.groups)[rows]
+            self._matrix = region.of(as_matrix(operator, term.view, term.groups))
         else:
             self._matrix = torch.tensor(operator)
 
@@ -259,11 +308,22 @@ class _Matrixwise:
         matrix = self._matrix.to(dense)
         if not self._sided:
             return dense.mul_(matrix)
-        return matrix[self._rows] @ dense if self._left else dense[:, self._rows] @ matrix
+        if self._left:
+            return matrix[self._region.rows] @ dense
+        return dense @ matrix[:, self._region.columns]
 
 
 def _shape(book: Book, term: Term) -> tuple[int, int]:
     return matrix_shape(book.shape, term.view, term.groups)
+
+
+def _cut(length: int, each: int) -> list[slice]:
+    return [slice(at, min(at + each, length)) for at in range(0, length, each)]
+
+
+def longest(book: Book) -> int:
+    """The longer side of the book's matrix."""
+    return max(_shape(book, next(iter(book.terms.values()))))
 
 
 def _alike(term: Term, other: Term) -> bool:

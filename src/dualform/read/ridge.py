@@ -1,13 +1,15 @@
-"""The ridge dual of the ledger: `S = (1 + C Cᵀ/λ)⁻¹ C g`, exactly or in leading directions.
+"""The ridge dual of the ledger: `S = Σ C (1 + CᵀC/λ)⁻¹ g` over lines of parameters.
 
-`C` is samples × parameters. Few samples have a Gram matrix `C Cᵀ`; many are seen in the basis `Q`
-of its leading directions, found by a randomized method in two scans. What the basis leaves out is
-not dropped: there the Gram matrix is taken for a multiple of the identity, its mean.
+`C` is samples × one line of a parameter's matrix, along its longer side: what goes into one unit of
+a layer, as a rule. A line is inverted through the smaller of `CᵀC` and `C Cᵀ`; where both are big,
+in the basis `Q` of the leading directions, found by a randomized method. What the basis leaves out
+is not dropped: there the matrix is taken for a multiple of the identity, its mean.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,15 +17,21 @@ import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
-from dualform.read.matrix import Matrix
+from dualform.read.matrix import Columns, Matrix
 
 OVERSAMPLED = 16
 """How many more directions are tried than are kept."""
+EXACT = 4096
+"""Lines of at most so many parameters, or samples, are inverted exactly."""
+RANK = 512
+"""How many leading directions are kept beyond that."""
+KEPT_BYTES = 256 << 20
+"""How much of what does not depend on the queries is kept for the next of them."""
 
 
 @dataclass(frozen=True)
 class Ridge:
-    """`C Cᵀ` as `Q M Qᵀ + τ (1 − Q Qᵀ)`, ready to be damped and solved.
+    """`K = X Xᵀ` as `Q M Qᵀ + τ (1 − Q Qᵀ)`, ready to be damped and solved.
 
     >>> exact = Ridge(None, torch.tensor([[2.0]], dtype=torch.float64), 0.0, 2.0, 1)
     >>> round(float(exact.solve(torch.tensor([[6.0]], dtype=torch.float64), damping=0.5)), 6)
@@ -31,7 +39,7 @@ class Ridge:
     """
 
     Q: Tensor | None
-    """(samples, rank), orthonormal; None where M is the Gram matrix itself."""
+    """(side, rank), orthonormal; None where M is K itself."""
     M: Tensor
     tail: float
     """τ: the mean of the eigenvalues outside the basis."""
@@ -40,53 +48,61 @@ class Ridge:
 
     @property
     def scale(self) -> float:
-        """The mean of the Gram matrix's diagonal, in units of which it is damped."""
+        """The mean squared size of a sample's contributions, in units of which it is damped."""
         return self.trace / max(1, self.samples)
 
     @property
-    def kept(self) -> float:
-        """The share of the contributions' squared size that lies within the basis."""
-        return float(self.M.diagonal().sum()) / self.trace if self.trace else 1.0
+    def inside(self) -> float:
+        """The trace within the basis."""
+        return float(self.M.diagonal().sum(dtype=torch.float64))
 
     def solve(self, b: Tensor, damping: float) -> Tensor:
-        """(samples, queries): `(1 + C Cᵀ / λ)⁻¹ b` with `λ = damping · scale`."""
-        added = damping * self.scale
+        """(side, queries): `(1 + K / λ)⁻¹ b` with `λ = damping · scale`, in float64."""
+        added, b = damping * self.scale, b.double().cpu()
         if not added:  # nothing was contributed
             return b
         b = b * added
-        system = self.M + added * torch.eye(len(self.M), dtype=torch.float64)
         inside = b if self.Q is None else self.Q.T @ b
-        solved = torch.cholesky_solve(inside, torch.linalg.cholesky(system))
+        solved = torch.cholesky_solve(inside, self._root(added))
         if self.Q is None:
             return solved
         return self.Q @ solved + (b - self.Q @ inside) / (added + self.tail)
 
+    def left(self, damping: float) -> float:
+        """The trace of `K (1 + K / λ)⁻¹`: what solving leaves of K."""
+        added, rank = damping * self.scale, len(self.M)
+        if not added:
+            return 0.0
+        inside = added * float((torch.cholesky_inverse(self._root(added)) * self.M).sum())
+        outside = 0 if self.Q is None else len(self.Q) - rank
+        return inside + outside * self.tail * added / (added + self.tail)
 
-def make_ridge(matrix: Matrix, rank: int) -> Ridge:
-    """The Gram matrix where the rank is as large as the number of samples, else its basis."""
-    n = matrix.groups
-    if rank >= n:
-        parts = ((c.values @ c.values.T).double().cpu() for c in matrix.columns())
-        gram = sum(parts, torch.zeros(n, n, dtype=torch.float64))
-        return Ridge(None, gram, 0.0, float(gram.diagonal().sum()), n)
-    tried = min(rank + OVERSAMPLED, n)
-    start = torch.randn(n, tried, generator=torch.Generator().manual_seed(0))
-    found, trace = _gram_times(matrix, start)
-    basis = torch.linalg.qr(found).Q
-    return _nystrom(basis, _gram_times(matrix, basis)[0], rank, trace)
-
-
-def _gram_times(matrix: Matrix, basis: Tensor) -> tuple[Tensor, float]:
-    """`C Cᵀ B` and the trace of `C Cᵀ`, in one scan."""
-    found, trace = torch.zeros(basis.shape, dtype=torch.float64), 0.0
-    for columns in matrix.columns():
-        C = columns.values
-        found += (C @ (C.T @ basis.to(C))).double().cpu()
-        trace += float(C.square().sum(dtype=torch.float64))
-    return found, trace
+    def _root(self, added: float) -> Tensor:
+        """The Cholesky factor of `M + λ`."""
+        system = self.M + added * torch.eye(len(self.M), dtype=torch.float64)
+        root: Tensor = torch.linalg.cholesky(system)
+        return root
 
 
-def _nystrom(basis: Tensor, product: Tensor, rank: int, trace: float) -> Ridge:
+def make_ridge(X: Tensor, rank: int, samples: int) -> Ridge:
+    """K itself where the rank is as large as its side, else its leading directions."""
+    side = len(X)
+    if rank >= side:
+        K = (X @ X.T).cpu()
+        return Ridge(None, K, 0.0, float(K.diagonal().sum(dtype=torch.float64)), samples)
+    tried = min(rank + OVERSAMPLED, side)
+    start = torch.randn(side, tried, generator=torch.Generator().manual_seed(0))
+    basis = torch.linalg.qr(_times_gram(X, start)).Q
+    trace = float(X.square().sum(dtype=torch.float64))
+    return _nystrom(basis, _times_gram(X, basis), rank, trace, samples)
+
+
+def _times_gram(X: Tensor, basis: Tensor) -> Tensor:
+    """`X Xᵀ B`."""
+    return (X @ (X.T @ basis.to(X))).double().cpu()
+
+
+def _nystrom(basis: Tensor, product: Tensor, rank: int, trace: float, samples: int) -> Ridge:
     """The leading eigenvectors of `K B (Bᵀ K B)⁻¹ Bᵀ K`, given `K B` for an orthonormal B."""
     small = basis.T @ product
     values, vectors = torch.linalg.eigh((small + small.T) / 2)
@@ -95,18 +111,86 @@ def _nystrom(basis: Tensor, product: Tensor, rank: int, trace: float) -> Ridge:
     U, S, _ = torch.linalg.svd(root, full_matrices=False)
     Q, M = U[:, :rank], torch.diag(S[:rank].square())
     left = max(0.0, trace - float(M.diagonal().sum()))
-    return Ridge(Q, M, left / max(1, len(Q) - rank), trace, len(Q))
+    return Ridge(Q, M, left / max(1, len(Q) - rank), trace, samples)
 
 
-def check_memory(samples: int, rank: int) -> None:
-    """Says before anything is allocated that it will not fit."""
-    exact = rank >= samples
-    need, free = 8 * samples * (3 * samples if exact else 3 * (rank + OVERSAMPLED)), free_memory()
+class Lines:
+    """All lines of a matrix, solved one by one; what does not depend on queries is kept."""
+
+    def __init__(self, rank: int | None) -> None:
+        self._rank = rank
+        self._known: dict[tuple[str, int, int], Ridge] = {}
+        self._bytes = 0
+        self.kept = 1.0
+        """The share of the contributions' squared size that is solved, not taken for its mean."""
+        self.left = 1.0
+        """The share of it that solving leaves."""
+
+    def solve(self, matrix: Matrix, directions: Mapping[str, Tensor], damping: float) -> Tensor:
+        """(samples, queries): `Σ C (1 + CᵀC/λ)⁻¹ g`, in one scan."""
+        queries = len(next(iter(directions.values())))
+        total = torch.zeros(matrix.groups, queries, dtype=torch.float64)
+        inside, left, trace = 0.0, 0.0, 0.0
+        for columns in matrix.columns():
+            asked = columns.of(directions[columns.book.name])
+            lines = list(zip(columns.lines(columns.values), columns.lines(asked), strict=True))
+            ridges = [self._ridge(columns, at, C) for at, (C, _) in enumerate(lines)]
+            inside += sum(ridge.inside for ridge in ridges)
+            left += sum(ridge.left(damping) for ridge in ridges)
+            trace += sum(ridge.trace for ridge in ridges)
+            total += _solved(columns, lines, ridges, damping)
+        if trace:
+            self.kept, self.left = inside / trace, left / trace
+        return total
+
+    def _ridge(self, columns: Columns, at: int, C: Tensor) -> Ridge:
+        key = (columns.book.name, columns.region.rows.start, columns.region.columns.start + at)
+        if key in self._known:
+            return self._known[key]
+        ridge = make_ridge(C.T if _tall(C) else C, rank_of(min(C.shape), self._rank), len(C))
+        size = ridge.M.nbytes + (0 if ridge.Q is None else ridge.Q.nbytes)
+        if self._bytes + size <= KEPT_BYTES:
+            self._known[key] = ridge
+            self._bytes += size
+        return ridge
+
+
+def _tall(C: Tensor) -> bool:
+    return C.shape[0] >= C.shape[1]
+
+
+def _solved(
+    columns: Columns, lines: list[tuple[Tensor, Tensor]], ridges: list[Ridge], damping: float
+) -> Tensor:
+    """(samples, queries): what some lines add; where samples are many, by one product for all."""
+    if not _tall(lines[0][0]):
+        pairs = zip(lines, ridges, strict=True)
+        return torch.stack([ridge.solve(C @ g.T, damping) for (C, g), ridge in pairs]).sum(0)
+    solved = [r.solve(g.T, damping).T.to(g) for (_, g), r in zip(lines, ridges, strict=True)]
+    return (columns.values @ columns.joined(solved).T).double().cpu()
+
+
+def rank_of(side: int, rank: int | None) -> int:
+    """How many directions are kept of a line, with this smaller side.
+
+    >>> rank_of(784, None), rank_of(784, 32), rank_of(50_000, None)
+    (784, 32, 512)
+    """
+    if rank is None:
+        return side if side <= EXACT else RANK
+    return min(rank, side)
+
+
+def check_memory(side: int, rank: int | None) -> None:
+    """Says before anything is allocated that it will not fit; for lines up to this side."""
+    kept = rank_of(side, rank)
+    exact = kept >= side
+    need, free = 8 * side * (3 * side if exact else 3 * (kept + OVERSAMPLED)), free_memory()
     if need > free:
-        what = "the Gram matrix" if exact else f"a basis of {rank:,} directions"
-        smaller = max(16, int(free / (48 * samples)) // 16 * 16)
+        what = "the Gram matrix" if exact else f"a basis of {kept:,} directions"
+        smaller = max(16, int(free / (48 * side)) // 16 * 16)
         raise ReadingError(
-            f"{what} of {samples:,} samples needs {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
+            f"{what} of a line of {side:,} needs {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
             f"are free; fewer directions need less: rank={min(smaller, 1024)}."
         )
 

@@ -221,8 +221,8 @@ class Run(Shown):
                 from the same ledger: "accounting" (not solved), "tracin" (learning rates only),
                 "fisher" and "ekfac" (influence functions from each sample's last gradient).
             damping: λ, in units of the mean diagonal of what is inverted; 3 for "ridge".
-            rank: how many leading directions of the contributions are kept. All of them up to
-                4,096 samples, 512 beyond that. As many as samples: exact.
+            rank: how many leading directions are kept of the contributions to each line of a
+                parameter. All of them up to 4,096 parameters or samples, 512 beyond that.
         """
         check_model(model, self._weights, self._ledger, self.steps)
         return self._influencer(model, x, target, method, damping, rank)
