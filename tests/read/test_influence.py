@@ -19,6 +19,7 @@ from dualform.read import ridge
 from dualform.read.grouped import Region
 from dualform.read.influence import OWN
 from dualform.read.matrix import Columns
+from dualform.read.progress import watched
 from dualform.testing import Loop, train
 
 ROUNDING = 1e-5
@@ -74,7 +75,7 @@ def stretched(made: Known) -> tuple[Tensor, Tensor]:
 
     `h² = Σ (H g)² / Σ (η g)²`, with the gradient g of each step and what became of it, H g.
     """
-    source, moved, rated = made.run._source, torch.zeros(51).double(), torch.zeros(51).double()
+    source, moved, rated = made.run.source, torch.zeros(51).double(), torch.zeros(51).double()
     for t, step in enumerate(made.steps, start=1):
         g, parts = sum(made.gradient(layers) for layers in step.values()), {}
         for book in made.run.info.books:
@@ -172,6 +173,20 @@ def test_a_line_through_either_side() -> None:
         matrix = SimpleNamespace(groups=shape[0], columns=lambda columns=columns: [columns])
         found = ridge.Lines(None).solve(matrix, {"w": g[:, None]}, 3.0)
         assert_close(found, solved(C.double(), g.double(), 3.0), 1e-5)
+
+
+def test_it_says_how_far_it_is_and_can_be_cancelled(known: Callable[[str], Known]) -> None:
+    made, told = known("SGD, Nesterov"), []
+
+    def watch(doing: str, share: float) -> None:
+        told.append((doing, share))
+        raise KeyboardInterrupt
+
+    with watched(watch), pytest.raises(KeyboardInterrupt):
+        made.influence()
+    assert len(told) == 1
+    assert told[0][0].startswith("reading ")
+    assert 0 < told[0][1] <= 1
 
 
 def test_much_damping_is_accounting(known: Callable[[str], Known]) -> None:

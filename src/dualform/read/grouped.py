@@ -15,6 +15,7 @@ from torch import Tensor
 from dualform.ledger import Ledger, Stream, Term
 from dualform.ledger.tensors import MappedFile
 from dualform.memory.blocks import Sides
+from dualform.read.progress import LateProgress
 from dualform.read.scan import Chunk, RowColumns, widen
 from dualform.record.layers import expand, positions
 
@@ -180,13 +181,15 @@ def add_records(
         return
     columns = (c[chosen] for c in (records.steps, records.samples, records.positions))
     order = chosen[torch.argsort(grouping.of(*columns), stable=True)]
-    for part in torch.split(order, max(1, ROW_BYTES // records.record_bytes())):
-        numbers = grouping.of(*records.rows_of(part))
-        keys, values = records.gather(part, term.form != "sum")
-        values = values * weights[part].to(values).repeat_interleave(records.each)[:, None]
-        keys, values = keys.to(into.device), values.to(into.device)
-        sides = Sides.of(term.form, keys, values, term.groups, term.at)
-        add_groups(into, sides if turn is None else turn(sides), numbers, region)
+    with LateProgress(records.stream.name, len(order)) as progress:
+        for part in torch.split(order, max(1, ROW_BYTES // records.record_bytes())):
+            numbers = grouping.of(*records.rows_of(part))
+            keys, values = records.gather(part, term.form != "sum")
+            values = values * weights[part].to(values).repeat_interleave(records.each)[:, None]
+            keys, values = keys.to(into.device), values.to(into.device)
+            sides = Sides.of(term.form, keys, values, term.groups, term.at)
+            add_groups(into, sides if turn is None else turn(sides), numbers, region)
+            progress.advance(len(part))
 
 
 def add_groups(into: Tensor, sides: Sides, numbers: Tensor, region: Region) -> None:

@@ -150,7 +150,7 @@ class Influencer:
         line = along_line(asked, first, last, queries, TOLERANCE)
         lines = self._lines.setdefault((method, rank), Lines(rank))
         solved = lines.solve(self._natural, line.directions, damping)
-        return solved * (OWN / lines.left)
+        return solved * (OWN / lines.left(damping))
 
     @cached_property
     def _natural(self) -> Natural:

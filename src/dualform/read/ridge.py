@@ -121,10 +121,13 @@ class Lines:
         self._rank = rank
         self._known: dict[tuple[str, int, int], Ridge] = {}
         self._bytes = 0
+        self._left: dict[float, float] = {}
         self.kept = 1.0
         """The share of the contributions' squared size that is solved, not taken for its mean."""
-        self.left = 1.0
-        """The share of it that solving leaves."""
+
+    def left(self, damping: float) -> float:
+        """The share of it that solving leaves, once it was solved with this damping."""
+        return self._left[damping]
 
     def solve(self, matrix: Matrix, directions: Mapping[str, Tensor], damping: float) -> Tensor:
         """(samples, queries): `Σ C (1 + CᵀC/λ)⁻¹ g`, in one scan."""
@@ -135,12 +138,14 @@ class Lines:
             asked = columns.of(directions[columns.book.name])
             lines = list(zip(columns.lines(columns.values), columns.lines(asked), strict=True))
             ridges = [self._ridge(columns, at, C) for at, (C, _) in enumerate(lines)]
-            inside += sum(ridge.inside for ridge in ridges)
-            left += sum(ridge.left(damping) for ridge in ridges)
-            trace += sum(ridge.trace for ridge in ridges)
             total += _solved(columns, lines, ridges, damping)
-        if trace:
-            self.kept, self.left = inside / trace, left / trace
+            if damping not in self._left:
+                inside += sum(ridge.inside for ridge in ridges)
+                left += sum(ridge.left(damping) for ridge in ridges)
+                trace += sum(ridge.trace for ridge in ridges)
+        if damping not in self._left:
+            self.kept = inside / trace if trace else 1.0
+            self._left[damping] = left / trace if trace else 1.0
         return total
 
     def _ridge(self, columns: Columns, at: int, C: Tensor) -> Ridge:
