@@ -46,6 +46,8 @@ export interface RunFacts {
   bytes: number
   bins: { unit: "epoch" | "step"; edges: number[] }
   layers: Layer[]
+  /** What samples can be grouped by; "label" is the first. */
+  columns: string[]
   labels: { label: Id; count: number }[]
   classes: boolean
   questions: Question[]
@@ -228,7 +230,8 @@ export interface Carried {
   books: Books
   suspects: Suspects
   ids: Id[]
-  labels: (Id | null)[]
+  /** One value a sample, in the order of the ids. */
+  columns: Record<string, (Id | null)[]>
   previews: Record<string, Preview>
   queries: QueryCard[]
   answers: Record<string, Answer & { cells: string | null }>

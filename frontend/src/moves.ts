@@ -34,7 +34,7 @@ export function toLayer(asked: Asked, layer: string, ask: Ask = "layer"): Asked 
 }
 
 export function toRun(asked: Asked, run: number): Asked {
-  return { ...asked, ...WIDE, run, layer: null, span: null, label: null }
+  return { ...asked, ...WIDE, run, layer: null, span: null, by: null, label: null }
 }
 
 export function tick(ticked: readonly string[], id: string): string[] {

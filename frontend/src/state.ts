@@ -19,6 +19,8 @@ export interface Asked {
   place: number | null
   span: Span | null
   at: number | null
+  /** The column that samples are grouped by; null: their label. */
+  by: string | null
   label: string | null
 }
 
@@ -54,6 +56,7 @@ export const NOTHING_ASKED: Asked = {
   place: null,
   span: null,
   at: null,
+  by: null,
   label: null,
 }
 
@@ -125,6 +128,7 @@ function readAsked(words: URLSearchParams, prefix: string): Asked {
     place: whole(get("place")),
     span: readSpan(get("span")),
     at: whole(get("at")),
+    by: get("by"),
     label: get("label"),
   }
 }

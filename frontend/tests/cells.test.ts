@@ -61,7 +61,11 @@ test("the sides are ordered, and part the samples that are not zero", () => {
 test("groups part the whole, on either side", () => {
   const { values, labels } = anyCells()
   const sums = amounts({ values, bins: BINS }, null)
-  const groups = grouped(sums, labels, ["a", "b", 3, null])
+  const groups = grouped(sums, labels)
+  assert.deepEqual(
+    groups.map((group) => group.label),
+    [3, "a", "b", null],
+  )
   assert.equal(total(groups.map((group) => group.count)), SAMPLES)
   assert.ok(Math.abs(total(groups.map((group) => group.sum)) - total(sums)) < 1e-9)
   for (const group of groups) {

@@ -17,6 +17,7 @@ function anyAsked(r: ReturnType<typeof random>): Asked {
     place: r.of([null, 0, 63]),
     span: r.of([null, [first, first + r.below(4)] as const]),
     at: r.of([null, 0, 5]),
+    by: r.of([null, "source", "a b"]),
     label: r.of([null, ...TEXTS]),
   }
 }

@@ -55,7 +55,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
     (x, y), model = digit_images(), nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     train, test = x[:SAMPLES], x[SAMPLES : SAMPLES + 40]
     path = tmp_path_factory.mktemp("runs") / "digits"
-    run = record(model, train.flatten(1), y[:SAMPLES], path, labels=y[:SAMPLES], previews=train)
+    shown = {"labels": y[:SAMPLES], "previews": train}
+    parity = {"parity": ["odd" if label % 2 else "even" for label in y[:SAMPLES]]}
+    run = record(model, train.flatten(1), y[:SAMPLES], path, **shown, columns=parity)
     return Exhibit(run, model, test.flatten(1), shown_digits(y[SAMPLES : SAMPLES + 40]))
 
 

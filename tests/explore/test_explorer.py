@@ -161,6 +161,17 @@ def test_groups_and_the_evidence_of_one_label(visit: Visit, explorer: Explorer) 
     eventually(lambda: visit.evidence("for"), amounts(answer, "for"))
 
 
+def test_groups_of_another_column(visit: Visit, explorer: Explorer) -> None:
+    visit.at("group-by").select_option("parity")
+    answer = explorer.view("answer", {"query": "0", "by": "parity"})
+    sums = [group["sum"] for group in answer["groups"]]
+    eventually(lambda: visit.values("[data-testid=groups] data"), sums)
+    visit.at("label-odd").click()
+    odd = {"query": "0", "side": "for", "by": "parity", "label": "odd", "limit": "12"}
+    only = explorer.view("evidence", odd)["samples"]
+    eventually(lambda: visit.evidence("for"), {str(line["id"]): line["value"] for line in only})
+
+
 def test_every_sample_is_listed_but_only_what_is_seen_is_made(
     visit: Visit, explorer: Explorer
 ) -> None:

@@ -103,7 +103,7 @@ def test_labels_ids_and_texts_are_data(tmp_path: Path) -> None:
     content = carried(page)
     assert content["queries"][0]["title"] == HOSTILE
     assert HOSTILE in content["ids"]
-    assert content["labels"][content["ids"].index(HOSTILE)] == HOSTILE
+    assert content["columns"]["label"][content["ids"].index(HOSTILE)] == HOSTILE
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,22 @@ def test_groups_are_sums_by_label(explorer: Explorer) -> None:
     assert {line["label"] for line in explorer.view("evidence", asked)["samples"]} == {label}
 
 
+def test_groups_of_any_column(digits: Exhibit) -> None:
+    explorer = Explorer(digits)
+    assert explorer.view("run", {})["columns"] == ["label", "parity"]
+    groups = explorer.view("answer", {"query": "3", "by": "parity"})["groups"]
+    reading = digits.run.spotlight(digits.model, digits.subject("3").x).last
+    expected = reading.by(digits.run.samples.columns["parity"])
+    assert [group["label"] for group in groups] == expected.ids == ["even", "odd"]
+    np.testing.assert_allclose([g["sum"] for g in groups], expected.values[:, 0], atol=1e-9)
+    best = max(groups, key=lambda group: group["for"])["label"]
+    asked = {"query": "3", "side": "for", "by": "parity", "label": best, "limit": "500"}
+    found = {line["label"] % 2 for line in explorer.view("evidence", asked)["samples"]}
+    assert found == {best == "odd"}
+    with pytest.raises(ReadingError, match="by='color'; there are label, parity"):
+        explorer.view("answer", {"query": "3", "by": "color"})
+
+
 def test_forgetting_is_what_the_model_says_without_the_rows(explorer: Explorer) -> None:
     exhibit, run = explorer.exhibit, explorer.run
     asked = {"query": "0", "id": ["3", "5"], "estimate": "1"}

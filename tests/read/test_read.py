@@ -256,7 +256,7 @@ def test_questions_a_run_cannot_answer(trained: Trained) -> None:
         run.timeline(model, x, by="week")
     with pytest.raises(ReadingError, match="sample 2 has no group"):
         run.spotlight(model, x)["2"].by({0: "a", 1: "b"})
-    with pytest.raises(ReadingError, match="samples have a 'label' and no other column"):
+    with pytest.raises(ReadingError, match="give 'label', a mapping from id to group such as"):
         run.spotlight(model, x)["2"].by("color")
 
 

@@ -485,7 +485,7 @@ def test_previews_and_labels(tmp_path: Path) -> None:
         recorder.samples(range(6))
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
-        recorder.describe([5], labels=["renamed"], previews=["a text"])
+        recorder.describe([5], labels=["renamed"], previews=["a text"], columns={"from": ["us"]})
     samples = dualform.open(tmp_path / "run").samples
     assert samples.labels == {0: 0, 1: 1, 2: 2, 3: 0, 4: 1, 5: "renamed"}
     first, last = samples.preview(0), samples.preview(5)
@@ -496,11 +496,22 @@ def test_previews_and_labels(tmp_path: Path) -> None:
     assert last is not None
     assert (last.kind, last.data) == ("text", "a text")
     assert samples.preview(99) is None
+    assert samples.columns["from"] == {5: "us"}
     with (
         pytest.raises(SampleIdsError, match="got 2 ids but 3 labels; give one each"),
         dualform.record(model, optimizer, tmp_path / "other") as recorder,
     ):
         recorder.describe([0, 1], labels=[1, 2, 3])
+    with (
+        pytest.raises(SampleIdsError, match="got 2 ids but 1 from; give one each"),
+        dualform.record(model, optimizer, tmp_path / "third") as recorder,
+    ):
+        recorder.describe([0, 1], columns={"from": ["us"]})
+    with (
+        pytest.raises(SampleIdsError, match="the column 'label' is given as labels=…"),
+        dualform.record(model, optimizer, tmp_path / "fourth") as recorder,
+    ):
+        recorder.describe([0], columns={"label": [1]})
 
 
 def test_autocast_switched_on_the_way(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:

@@ -8,7 +8,7 @@ export function Filters() {
   const grid = run.layers.find((layer) => layer.name === asked.layer)?.grid ?? null
   const set: [keyof Asked, string][] = []
   if (asked.span) set.push(["span", `learned in ${spanName(run.bins, asked.span)}`])
-  if (asked.label !== null) set.push(["label", `labeled ${asked.label}`])
+  if (asked.label !== null) set.push(["label", `${asked.by ?? "labeled"} ${asked.label}`])
   if (asked.place !== null) set.push(["place", `query's ${placeName(asked.place, grid)}`])
   if (asked.at !== null) set.push(["at", `samples' ${placeName(asked.at, grid)}`])
   if (set.length === 0) return null

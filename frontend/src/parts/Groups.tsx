@@ -17,16 +17,39 @@ export function Groups({ answer }: { answer: Answer }) {
   const left = answer.groups.length - shown.length
   return (
     <Section
-      title="By label"
+      title={`By ${asked.by ?? "label"}`}
       testid="groups"
       twin={{ source, path: "answer", params: paramsOf(asked) }}
     >
+      <Columns />
       <div class="groups">
         <SortedAreas groups={shown} />
         <Sums groups={shown} />
       </div>
       {left > 0 && <p class="small">{plural(left, "more label")} with smaller sums.</p>}
     </Section>
+  )
+}
+
+/** What the samples are grouped by, where more is known of them than a label. */
+function Columns() {
+  const { asked, ask, run } = usePane()
+  if (run.columns.length < 2) return null
+  const choose = (name: string) =>
+    ask({ ...asked, by: name === "label" ? null : name, label: null })
+  return (
+    <label class="small">
+      Grouped by{" "}
+      <select
+        value={asked.by ?? "label"}
+        onChange={(event) => choose(event.currentTarget.value)}
+        data-testid="group-by"
+      >
+        {run.columns.map((name) => (
+          <option value={name}>{name}</option>
+        ))}
+      </select>
+    </label>
   )
 }
 
@@ -81,7 +104,7 @@ function LabelButton({ label }: { label: Id | null }) {
       class="quiet"
       aria-pressed={chosen}
       title={String(label)}
-      aria-label={`Only evidence labeled ${label}`}
+      aria-label={`Only evidence ${asked.by ?? "labeled"} ${label}`}
       onClick={() => ask({ ...asked, label: chosen ? null : String(label) })}
       data-testid={`label-${label}`}
     >

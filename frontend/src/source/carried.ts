@@ -7,6 +7,7 @@ import type {
   Evidence,
   EvidenceList,
   Forgotten,
+  Group,
   Highlights,
   Id,
   LayerShares,
@@ -94,16 +95,15 @@ export class CarriedSource implements Source {
     const span = spanOf(params)
     if (params.at !== null && params.at !== undefined)
       throw new Refusal(`This report does not carry single positions. ${LIVE}`)
-    if (!span) return kept
+    if (!span) return params.by ? { ...kept, groups: this.groups(params) } : kept
     const values = this.values(params)
-    const order = kept.groups.map((group) => group.label)
     return {
       ...kept,
       check: null,
       error: null,
       note: "Only what was learned in the chosen span; the parts of the sum outside it are left out.",
       sides: { for: this.side(values, "for"), against: this.side(values, "against") },
-      groups: grouped(values, this.labels(order), order),
+      groups: this.groups(params),
     }
   }
 
@@ -111,7 +111,7 @@ export class CarriedSource implements Source {
     const side: SideName = params.side === "against" ? "against" : "for"
     const label = params.label === null || params.label === undefined ? null : String(params.label)
     const all = ranked(this.values(params), side).filter(
-      ({ index }) => label === null || String(this.carried.labels[index]) === label,
+      ({ index }) => label === null || String(this.column(params)[index]) === label,
     )
     return { total: all.length, samples: page(all, params).map((one) => this.show(one)) }
   }
@@ -193,14 +193,15 @@ export class CarriedSource implements Source {
   private show({ index, value }: Ranked): Evidence {
     const id = this.carried.ids[index] ?? index
     const preview = this.carried.previews[String(id)] ?? null
-    return { id, label: this.carried.labels[index] ?? null, value, preview }
+    return { id, label: this.carried.columns.label?.[index] ?? null, value, preview }
   }
 
-  /** A run without labels has one group, whose label is null. */
-  private labels(order: (Id | null)[]): (Id | null)[] {
-    return order.length === 1 && order[0] === null
-      ? this.carried.ids.map(() => null)
-      : this.carried.labels
+  private groups(params: Params): Group[] {
+    return grouped(this.values(params), this.column(params))
+  }
+
+  private column(params: Params): readonly (Id | null)[] {
+    return this.carried.columns[String(params.by ?? "label")] ?? []
   }
 
   private row(id: Params[string]): number {

@@ -59,18 +59,26 @@ export function total(values: Iterable<number>): number {
   return sum
 }
 
-/** Sums by label, in the order that `order` gives. */
-export function grouped(
-  values: number[],
-  labels: readonly (Id | null)[],
-  order: readonly (Id | null)[],
-): Group[] {
-  return order.map((label) =>
+/** Sums by label, in the order of the labels; samples without one come last. */
+export function grouped(values: number[], labels: readonly (Id | null)[]): Group[] {
+  return inOrder(labels).map((label) =>
     group(
       label,
       values.filter((_, i) => (labels[i] ?? null) === label),
     ),
   )
+}
+
+/** Each label once: numbers by size, texts by letter, none last; the order of the server. */
+function inOrder(labels: readonly (Id | null)[]): (Id | null)[] {
+  const known = [...new Set(labels)]
+  const numbers = known.filter((label) => typeof label === "number").sort((a, b) => a - b)
+  const texts = known.filter((label) => typeof label === "string").sort(byCodePoint)
+  return [...numbers, ...texts, ...(known.includes(null) ? [null] : [])]
+}
+
+function byCodePoint(a: string, b: string): number {
+  return a < b ? -1 : 1
 }
 
 function group(label: Id | null, values: number[]): Group {

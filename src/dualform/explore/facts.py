@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dualform.explore.exhibit import LONGEST_NAME, Exhibit, plain_label
 from dualform.explore.found import NEEDS_MODEL
 from dualform.explore.pictures import shorten
@@ -49,6 +52,7 @@ def run_facts(exhibit: Exhibit) -> dict[str, Any]:
         "bytes": run.nbytes,
         "bins": {"unit": run.bins.unit, "edges": list(run.bins.edges)},
         "layers": [_layer(run, stream) for stream in run.info.streams],
+        "columns": list(run.samples.columns),
         "labels": [{"label": label, "count": counts[label]} for label in labels],
         "classes": exhibit.classes,
         "questions": [_question(ask, exhibit) for ask in QUESTIONS],
@@ -73,6 +77,15 @@ def _layer(run: Run, stream: Stream) -> dict[str, Any]:
 def grid(stream: Stream) -> list[int] | None:
     """Height and width of a layer's patches, where they lie in a plane."""
     return list(stream.values[1:]) if stream.layout and len(stream.values) == 3 else None
+
+
+def members_of(exhibit: Exhibit, column: str) -> dict[Any, NDArray[np.int64]]:
+    """The places of the samples of each value of a column; None for those without one."""
+    known, found = exhibit.run.samples.columns[column], dict[Any, list[int]]()
+    for at, name in enumerate(exhibit.run.source.ids):
+        found.setdefault(plain_label(known.get(name)), []).append(at)
+    order = sorted(found, key=lambda value: (value is None, str(type(value)), value or 0))
+    return {value: np.array(found[value]) for value in order}
 
 
 def _question(ask: str, exhibit: Exhibit) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Carried:
         self._show(suspects["samples"])
         suspects["samples"] = [line | {"preview": None} for line in suspects["samples"]]
         pages = {name: self._page(name) for name in list(self._shown)[:PAGES]}
-        ids, labels = self._run.ids, self._run.samples.labels
+        ids, columns = self._run.ids, self._run.samples.columns
         self._show_all()
         return {
             "run": self._explorer.view("run", {})
@@ -87,7 +87,10 @@ class Carried:
             "books": self._explorer.view("books", {}),
             "suspects": suspects,
             "ids": ids,
-            "labels": [plain_label(labels.get(name)) for name in ids],
+            "columns": {
+                column: [plain_label(known.get(name)) for name in ids]
+                for column, known in columns.items()
+            },
             "queries": [self._card(query) for query in self._queries],
             "answers": answers,
             "layers": dict(self._layers()),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dualform.errors import ReadingError
 from dualform.explore.encoding import pieces
 from dualform.explore.exhibit import LONGEST_NAME, Exhibit, plain_label
-from dualform.explore.facts import grid, run_facts
+from dualform.explore.facts import grid, members_of, run_facts
 from dualform.explore.found import Found, Question, Reader
 from dualform.explore.given import Given
 from dualform.explore.kept import Kept
@@ -153,7 +153,7 @@ class Explorer:
             "timeline": None
             if question.ask in ("removed", "keys")
             else found.cells.sum(0).tolist(),
-            "groups": self._groups(amounts),
+            "groups": self._groups(amounts, given),
             "places": 1 if found.marks is None else len(found.marks),
             "place": None if found.marks is None else question.place,
             "marks": None if found.marks is None else found.marks.tolist(),
@@ -164,7 +164,7 @@ class Explorer:
         amounts = self._amounts(self._found(given), given)
         label = given.text("label", "")
         if label:
-            amounts = np.where(self._labeled(label), amounts, 0.0)
+            amounts = np.where(self._labeled(label, given), amounts, 0.0)
         lines = ranked(amounts, given.choice("side", ("for", "against")))
         some = given.page(lines, MOST_LISTED)
         return {"total": len(lines), "samples": [self._line(at, amounts[at]) for at in some]}
@@ -318,22 +318,21 @@ class Explorer:
         lines = [self._line(at, float(amounts[at])) for at in strongest(amounts, side)]
         return {"sum": float(amounts[own].sum()), "count": int(own.sum()), "samples": lines}
 
-    def _groups(self, amounts: Array) -> list[Json]:
-        return [group(label, amounts[members]) for label, members in self._labels.items()]
+    def _groups(self, amounts: Array, given: Given) -> list[Json]:
+        members = self._members(given)
+        return [group(label, amounts[places]) for label, places in members.items()]
 
-    @cached_property
-    def _labels(self) -> dict[Any, NDArray[np.int64]]:
-        """The places of the samples of each label; None for those without one."""
-        known = self.run.samples.labels
-        found: dict[Any, list[int]] = {}
-        for at, name in enumerate(self.run.source.ids):
-            found.setdefault(plain_label(known.get(name)), []).append(at)
-        order = sorted(found, key=lambda label: (label is None, str(type(label)), label or 0))
-        return {label: np.array(found[label]) for label in order}
+    def _members(self, given: Given) -> dict[Any, NDArray[np.int64]]:
+        """The places of the samples of each label, or value of another column."""
+        column = given.choice("by", list(self.run.samples.columns))
+        found: dict[Any, NDArray[np.int64]] = self._kept.get(
+            ("column", column), lambda: members_of(self.exhibit, column)
+        )
+        return found
 
-    def _labeled(self, label: str) -> NDArray[np.bool_]:
+    def _labeled(self, label: str, given: Given) -> NDArray[np.bool_]:
         chosen = np.zeros(len(self.run.source.ids), dtype=bool)
-        for known, members in self._labels.items():
+        for known, members in self._members(given).items():
             if str(known) == label:
                 chosen[members] = True
         return chosen

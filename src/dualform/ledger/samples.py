@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +18,8 @@ from dualform.ledger.tensors import TensorFile, write_tensors
 
 SampleId: TypeAlias = int | str
 Label: TypeAlias = int | str
+Columns: TypeAlias = Mapping[str, Sequence[Label] | Tensor]
+LABEL = "label"
 LARGEST_PREVIEW = 64
 
 
@@ -91,22 +93,29 @@ class Preview:
 
 
 class Samples:
-    """Labels and previews of the samples of a run, as far as they were described.
+    """Labels, other columns and previews of the samples of a run, as far as they were described.
 
     >>> from dualform.testing import tiny_run
     >>> run, _, _ = tiny_run()
-    >>> describe_samples(run.path, [0, 1], labels=["cat", "dog"], previews=["meow", "woof"])
+    >>> columns = {"voice": ["high", "low"]}
+    >>> describe_samples(run.path, [0, 1], ["cat", "dog"], ["meow", "woof"], columns)
     >>> samples = Samples(run.path)
-    >>> samples.labels[1], samples.preview(0)
-    ('dog', Preview(kind='text', data='meow'))
+    >>> samples.labels[1], samples.preview(0), samples.columns["voice"][1]
+    ('dog', Preview(kind='text', data='meow'), 'low')
     """
 
     def __init__(self, path: Path) -> None:
         self._folder = path / SAMPLES_FOLDER
-        self.labels: dict[SampleId, Label] = {}
+        self.columns: dict[str, dict[SampleId, Label]] = {LABEL: {}}
+        """What is known of each sample, by the column's name; labels are one of them."""
         self._previews: dict[SampleId, tuple[str, Any]] = {}
         for page in sorted(self._folder.glob("*.json")):
             self._read(page)
+
+    @property
+    def labels(self) -> dict[SampleId, Label]:
+        """The column of labels."""
+        return self.columns[LABEL]
 
     def preview(self, sample: SampleId) -> Preview | None:
         """The preview of a sample, or None where it has none."""
@@ -117,7 +126,9 @@ class Samples:
         try:
             description = json.loads(page.read_text(encoding="utf-8"))
             ids, kind = description["ids"], description["kind"]
-            self.labels.update(zip(ids, description["labels"], strict=False))
+            columns = {LABEL: description["labels"], **description.get("columns", {})}
+            for name, values in columns.items():
+                self.columns.setdefault(name, {}).update(zip(ids, values, strict=False))
             for name, data in zip(ids, _previews(page, description), strict=False):
                 self._previews[name] = (kind, data)
         except (ValueError, KeyError, TypeError) as error:
@@ -137,9 +148,13 @@ def describe_samples(
     ids: Sequence[SampleId],
     labels: Sequence[Label] | Tensor | None = None,
     previews: Sequence[str] | Tensor | None = None,
+    columns: Columns | None = None,
 ) -> None:
-    """Adds labels and previews to a run's samples; a later description of an id replaces it."""
-    for what, given in (("labels", labels), ("previews", previews)):
+    """Adds labels, columns and previews to samples; a later description of an id replaces it."""
+    columns = columns or {}
+    if LABEL in columns:
+        raise SampleIdsError(f"recorder.describe: the column '{LABEL}' is given as labels=….")
+    for what, given in {"labels": labels, "previews": previews, **columns}.items():
         if given is not None and len(given) != len(ids):
             raise SampleIdsError(
                 f"recorder.describe got {len(ids)} ids but {len(given)} {what}; give one each."
@@ -148,6 +163,8 @@ def describe_samples(
     taken = [int(entry.stem) for entry in folder.iterdir() if entry.stem.isdecimal()]
     page = folder / f"{max(taken, default=0) + 1:04d}.json"
     description: dict[str, Any] = {"ids": _plain(ids), "labels": _plain(labels), "kind": ""}
+    if columns:
+        description["columns"] = {name: _plain(values) for name, values in columns.items()}
     if isinstance(previews, Tensor):
         description["kind"], array = _shrink(previews)
         write_tensors(page.with_suffix(".safetensors"), {"previews": [array]})

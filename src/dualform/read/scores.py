@@ -117,8 +117,8 @@ class Scores(Amounts):
         if isinstance(groups, str):
             if groups != "label":
                 raise ReadingError(
-                    f"by({groups!r}): samples have a 'label' and no other column; give a mapping "
-                    "from id to group or a function of the id."
+                    f"by({groups!r}): give 'label', a mapping from id to group such as "
+                    f"run.samples.columns[{groups!r}], or a function of the id."
                 )
             groups = self.labels
         if callable(groups):

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
 from dualform.ledger import Background
-from dualform.ledger.samples import Label, SampleId, describe_samples
+from dualform.ledger.samples import Columns, Label, SampleId, describe_samples
 from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
 from dualform.record.optimizers import Rule, StateRule, rule_for
@@ -159,9 +159,14 @@ class Recorder:
         ids: Sequence[SampleId],
         labels: Sequence[Label] | Tensor | None = None,
         previews: Sequence[str] | Tensor | None = None,
+        columns: Columns | None = None,
     ) -> None:
-        """Adds labels and small previews (images, texts or numbers) to samples, for people."""
-        describe_samples(self.path, ids, labels, previews)
+        """Adds labels, small previews (images, texts or numbers) and other columns, for people.
+
+        Args:
+            columns: what else is known of each sample, such as `{"source": ["web", "book"]}`.
+        """
+        describe_samples(self.path, ids, labels, previews, columns)
 
     def checkpoint(self) -> None:
         """Marks this step: everything so far is made durable, and the weights are kept.
