@@ -14,6 +14,7 @@ output's unit and β the layer's input. So a row's answer is `(α·a)(b·β)`, f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,24 @@ def from_matrix(matrix: Tensor, shape: tuple[int, ...], view: str, groups: int =
         return matrix.reshape(shape)
     inner = (groups, shape[1], shape[0] // groups, *shape[2:])
     return matrix.reshape(inner).transpose(1, 2).reshape(shape)
+
+
+def through_views(
+    mapping: Callable[[Tensor], Tensor],
+    matrices: Tensor,
+    shape: tuple[int, ...],
+    view: str,
+    groups: int = 1,
+) -> Tensor:
+    """Matrices as what a mapping of parameters, (count, *shape) of them, makes of them.
+
+    >>> p = torch.randn(4, 3, 2)
+    >>> found = through_views(torch.neg, as_matrix(p, "swapped")[None], (4, 3, 2), "swapped")
+    >>> torch.equal(found[0], as_matrix(-p, "swapped"))
+    True
+    """
+    parameters = torch.stack([from_matrix(matrix, shape, view, groups) for matrix in matrices])
+    return torch.stack([as_matrix(found, view, groups) for found in mapping(parameters)])
 
 
 def by_group(rows: Tensor, groups: int) -> Tensor:
@@ -175,6 +194,11 @@ class Functional:
         if self.units:
             return Functional(self.a, self.b * coefficients[self.a].to(self.b))
         return Bilinear(self.a[:, :, None] * self.b[:, None, :] * coefficients.to(self.b))
+
+    def dense(self, height: int) -> Bilinear:
+        """The same with a matrix for each question."""
+        a = torch.eye(height)[self.a].to(self.b) if self.units else self.a
+        return Bilinear(a[:, :, None] * self.b[:, None, :])
 
     def left(self, matrix: Tensor) -> Functional:
         """Asked of `A P` for this A."""

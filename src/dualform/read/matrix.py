@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Term
-from dualform.memory.blocks import Sides, as_matrix, from_matrix, matrix_shape
+from dualform.memory.blocks import Sides, as_matrix, from_matrix, matrix_shape, through_views
 from dualform.read.coefficients import Accounting, Span
 from dualform.read.grouped import Grouping, Records, add_groups, add_records
 from dualform.read.scan import Chunk, Scan, row_sides
-from dualform.record.optimizers import BY_ROW, Operator, ScalarRule, Sided
+from dualform.record.optimizers import BY_ROW, Modewise, Operator, ScalarRule, Sided, Turned
 
 COLUMN_BYTES = 256 << 20
 """How large the columns that are held at a time may be."""
@@ -243,23 +243,26 @@ class _Matrixwise:
     """A step's operator, applied to some rows of many gradients, seen as matrices."""
 
     def __init__(self, operator: Operator, term: Term, rows: slice, height: int) -> None:
-        self._rows, self._sided = rows, isinstance(operator, Sided)
-        self.needs = slice(0, height) if self._sided else rows
+        self._operator, self._term, self._rows = operator, term, rows
+        whole = isinstance(operator, Sided | Modewise | Turned)
+        self.needs = slice(0, height) if whole else rows
         """The rows of a gradient that it takes to know those rows of the result."""
-        if isinstance(operator, Sided):
-            self._matrix, self._left = operator.matrix, operator.left
-            if term.view == "swapped":
-                self._matrix, self._left = operator.matrix.T, not operator.left
-        elif isinstance(operator, Tensor):
-            self._matrix = as_matrix(operator, term.view, term.groups)[rows]
-        else:
-            self._matrix = torch.tensor(operator)
 
     def __call__(self, dense: Tensor) -> Tensor:
-        matrix = self._matrix.to(dense)
-        if not self._sided:
-            return dense.mul_(matrix)
-        return matrix[self._rows] @ dense if self._left else dense[:, self._rows] @ matrix
+        operator, view, groups = self._operator, self._term.view, self._term.groups
+        if isinstance(operator, Modewise | Turned):
+            return through_views(operator, dense, operator.shape, view, groups)[:, self._rows]
+        if isinstance(operator, Sided):
+            return self._sided(operator, dense)
+        if isinstance(operator, Tensor):
+            return dense.mul_(as_matrix(operator, view, groups)[self._rows].to(dense))
+        return dense.mul_(operator)
+
+    def _sided(self, operator: Sided, dense: Tensor) -> Tensor:
+        matrix, left = operator.matrix.to(dense), operator.left
+        if self._term.view == "swapped":
+            matrix, left = matrix.T, not left
+        return matrix[self._rows] @ dense if left else dense[:, self._rows] @ matrix
 
 
 def _shape(book: Book, term: Term) -> tuple[int, int]:

@@ -264,7 +264,9 @@ class Recorder:
         self._change_bytes += step.nbytes
         size = self._watch.bytes + self._change_bytes
         overdue = time.monotonic() - self._flushed > FLUSH_SECONDS
-        if overdue or size >= min(PARCEL_BYTES, self._buffer_bytes):
+        if self._rule.keeps(optimizer):
+            self._hand_over(flush=True, mark="state")
+        elif overdue or size >= min(PARCEL_BYTES, self._buffer_bytes):
             self._hand_over(flush=overdue or self._shard_bytes + size >= self._buffer_bytes)
 
     def _hand_over(self, flush: bool, mark: str = "") -> None:

@@ -125,6 +125,10 @@ class Rule(ABC):
         names = [name for name in (self.buffer, *self.state) if known.get(name) is not None]
         return {name: known[name] for name in names}
 
+    def keeps(self, optimizer: Optimizer) -> bool:
+        """Whether the step just made changed what no replay from the rows can find again."""
+        return False
+
 
 @dataclass(frozen=True)
 class History:
