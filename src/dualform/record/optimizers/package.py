@@ -50,3 +50,14 @@ def unpacked(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """
     parts = torch.split(flat, [size * size for size in sizes])
     return [part.view(size, size) for part, size in zip(parts, sizes, strict=True)]
+
+
+def second_moment(gradient: Tensor, at: int) -> Tensor:
+    """`G Gᵀ` of the gradient unfolded along a dimension.
+
+    >>> second_moment(torch.tensor([[1.0, 2.0]]), 0), second_moment(torch.tensor([1.0, 2.0]), 0)
+    (tensor([[5.]]), tensor([[1., 2.],
+            [2., 4.]]))
+    """
+    G = gradient.movedim(at, 0).reshape(gradient.shape[at], -1)
+    return G @ G.T

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.operators import Modewise
-from dualform.record.optimizers.package import is_packaged, option, packed, unpacked
+from dualform.record.optimizers.package import is_packaged, option, packed, second_moment, unpacked
 from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
 
 
@@ -95,8 +95,7 @@ def _moments(hyper: Hyper, state: State, gradient: Tensor) -> list[Tensor]:
     before = [hyper["matrix_eps"] * torch.eye(size).to(gradient) for size in sizes]
     if "pre_cond" in state:
         before = unpacked(state["pre_cond"], sizes)
-    unfolded = [gradient.movedim(at, 0).flatten(1) for at in range(len(sizes))]
-    return [S + G @ G.T for S, G in zip(before, unfolded, strict=True)]
+    return [S + second_moment(gradient, at) for at, S in enumerate(before)]
 
 
 def _root(moment: Tensor, order: int) -> Tensor:

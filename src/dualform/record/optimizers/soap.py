@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.operators import Basis, Operator, Turned, along, apply
 from dualform.record.optimizers.options import flat
-from dualform.record.optimizers.package import is_packaged, option, packed, unpacked
+from dualform.record.optimizers.package import is_packaged, option, packed, second_moment, unpacked
 from dualform.record.optimizers.rule import STILL, Hyper, State, StateRule, Transition
 
 
@@ -119,8 +119,8 @@ def _basis(hyper: Hyper, state: State, gradient: Tensor) -> tuple[Basis, State]:
     if not any(turned):
         return (None,) * gradient.ndim, state
     if "Q" not in state:
-        unfolded = [gradient.movedim(at, 0).flatten(1) for at, own in enumerate(turned) if own]
-        state = {**state, "Q": packed([torch.linalg.eigh(G @ G.T)[1].flip(1) for G in unfolded])}
+        moments = [second_moment(gradient, at) for at, own in enumerate(turned) if own]
+        state = {**state, "Q": packed([torch.linalg.eigh(S)[1].flip(1) for S in moments])}
     sizes = [size for size, own in zip(gradient.shape, turned, strict=True) if own]
     found = iter(unpacked(state["Q"], sizes))
     return tuple(next(found) if own else None for own in turned), state
