@@ -75,6 +75,8 @@ def through_views(
     >>> torch.equal(found[0], as_matrix(-p, "swapped"))
     True
     """
+    if view != "swapped":
+        return mapping(matrices.reshape(len(matrices), *shape)).reshape(matrices.shape)
     parameters = torch.stack([from_matrix(matrix, shape, view, groups) for matrix in matrices])
     return torch.stack([as_matrix(found, view, groups) for found in mapping(parameters)])
 
@@ -173,6 +175,9 @@ class Functional:
     def __len__(self) -> int:
         return len(self.b)
 
+    def __getitem__(self, some: slice) -> Functional:
+        return Functional(self.a[some], self.b[some])
+
     @property
     def units(self) -> bool:
         """Whether each question is about one row of the matrix."""
@@ -248,6 +253,9 @@ class Bilinear:
 
     def __len__(self) -> int:
         return len(self.matrices)
+
+    def __getitem__(self, some: slice) -> Bilinear:
+        return Bilinear(self.matrices[some])
 
     def at(self, matrix: Tensor) -> Tensor:
         """(questions,): the answers of a whole matrix."""

@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 import dualform
 from dualform.ledger import Term
 from dualform.memory.blocks import Functional, as_matrix
+from dualform.read import contributions
 from dualform.read.questions import through
 from dualform.record.optimizers import Modewise, Rule, Turned, apply, rule_for
 from dualform.record.optimizers.operators import FADED
 from dualform.record.optimizers.shampoo import ShampooRule
 from dualform.record.optimizers.soap import SOAPRule
-from dualform.testing import RuleContract
+from dualform.testing import Loop, RuleContract
+from dualform.testing import train as train_model
 
 packaged = pytest.importorskip("pytorch_optimizer")
 DECAY = {"weight_decay": 0.02, "weight_decouple": True}
@@ -148,6 +150,46 @@ def test_parameters_that_join_late(name: str, tmp_path: Path) -> None:
     audit = dualform.open(tmp_path / "run").audit()
     assert audit.coverage == 1.0
     assert audit.remainder <= 1e-12, audit
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_going_on_after_a_break(name: str, tmp_path: Path) -> None:
+    contract = TestPreconditioned()
+    contract.optimizer, contract.options = name, {}
+    model, optimizer, x, y = contract.problem(torch.float64)
+    for resume in (False, True):
+        with dualform.record(model, optimizer, tmp_path / "run", resume=resume) as recorder:
+            for _ in range(7):
+                recorder.samples(torch.arange(10))
+                (model(x) - y).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    run = dualform.open(tmp_path / "run")
+    assert run.steps == 14
+    assert run.audit().remainder <= 1e-12
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("dense", [contributions.DENSE, 1])
+def test_the_parts_add_up(
+    name: str, dense: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Initial value, samples and remainder are the output, and samples what `forget` takes away."""
+    monkeypatch.setattr(contributions, "DENSE", dense)
+    contract = TestPreconditioned()
+    contract.optimizer, contract.options = name, {}
+    model, optimizer, x, y = contract.problem(torch.float64)
+    train_model(model, optimizer, x, y, Loop(steps=12, schedule=True), tmp_path / "run")
+    run = dualform.open(tmp_path / "run")
+    gone = run.ids[2:4]
+    left = run.forget(gone)
+    for layer, reading in run.spotlight(model, x[:4]).items():
+        values = reading.samples().values
+        actual = (reading.queries.outputs * reading.directions).sum(1).numpy()
+        assert abs(reading.initial + values.sum(0) - actual).max() < 1e-12
+        after = reading.queries.inputs @ left[f"{layer}.weight"].T + left[f"{layer}.bias"]
+        lost = actual - (after * reading.directions).sum(1).numpy()
+        assert abs(values[2:4].sum(0) - lost).max() < 1e-12
 
 
 def classified(name: str, options: dict[str, Any], dtype: torch.dtype, path: Path) -> float:

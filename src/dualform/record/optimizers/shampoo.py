@@ -28,7 +28,7 @@ class ShampooRule(StateRule):
     Such training is observed.
 
     Roots are as exact as small eigenvalues are next to the largest. In float32 that is little:
-    with ε = 1e-6 the package's own steps are off by 1e-5 to 1e-3, found in the remainder.
+    with ε = 1e-6 the package's own steps may be off by a percent, found in the remainder.
 
     >>> rule, start, gradient = ShampooRule(), torch.zeros(1, 2), torch.tensor([[0.0, 4.0]])
     >>> hyper = dict(zip(rule.fields, (0.1, 0.0, 0.0, 0.0, 0.0)))

@@ -30,6 +30,9 @@ class SOAPRule(StateRule):
     first step, rounding alone decides on a part of the basis. So at every step that changes it,
     what the optimizer remembers is kept: `precondition_frequency` says how often.
 
+    A direction in which all gradients are zero but for rounding, as where the errors of a softmax
+    add up, is divided by that rounding: with ε = 1e-8 full steps of it, found in the remainder.
+
     >>> rule, start, gradient = SOAPRule(), torch.zeros(2), torch.tensor([2.0, 0.0])
     >>> hyper = {"lr": 0.1, "beta1": 0.5, "beta2": 0.5, "eps": 0.0, "max_precondition_dim": 9.0}
     >>> hyper |= dict.fromkeys(("weight_decay", "normalize_gradient", "precondition_1d"), 0.0)
