@@ -56,7 +56,8 @@ def train(
         training.hyper.append(dict(zip(rule.fields, rule.hyper(group), strict=True)))
         training.gradients.append(gradient.cpu().double())
         optimizer.step()
-        training.kept |= {t + 1} if rule.keeps(optimizer) else set()
+        if isinstance(rule, StateRule) and rule.keeps(optimizer, joined=t == 0):
+            training.kept.add(t + 1)
     note(training, rule, optimizer, weight)
     return training
 

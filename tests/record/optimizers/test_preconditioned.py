@@ -123,20 +123,21 @@ def test_a_subclass_may_do_anything(name: str) -> None:
 def test_bases_are_kept_when_they_change() -> None:
     weight = torch.zeros(2, 3)
     optimizer = make("SOAP", {"precondition_frequency": 3}, [weight])
-    assert not SOAPRule().keeps(optimizer)
     found = []
     for _ in range(8):
         weight.grad = torch.randn(2, 3)
         optimizer.step()
-        found.append(SOAPRule().keeps(optimizer))
+        found.append(SOAPRule().keeps(optimizer, joined=False))
     assert found == [True, False, False, True, False, False, True, False]
+    assert SOAPRule().keeps(optimizer, joined=True)
+    assert not ShampooRule().keeps(optimizer, joined=True)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_parameters_that_join_late(name: str, tmp_path: Path) -> None:
     """Steps are counted by the group, and a basis is made of the first gradient."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    model = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     optimizer = make(name, {}, model.parameters())
     x, y = torch.randn(12, 4).double(), torch.randn(12, 3).double()
     with dualform.record(model, optimizer, tmp_path / "run") as recorder:

@@ -125,10 +125,6 @@ class Rule(ABC):
         names = [name for name in (self.buffer, *self.state) if known.get(name) is not None]
         return {name: known[name] for name in names}
 
-    def keeps(self, optimizer: Optimizer) -> bool:
-        """Whether the step just made changed what no replay from the rows can find again."""
-        return False
-
 
 @dataclass(frozen=True)
 class History:
@@ -212,6 +208,14 @@ class StateRule(Rule):
         step left. Before a parameter's first step names may be missing, and `b` is zero.
         All tensors but those of `state` have the parameter's shape. Nothing is changed in place.
         """
+
+    def keeps(self, optimizer: Optimizer, joined: bool) -> bool:
+        """Whether the step just made changed what no replay from the rows can find again.
+
+        `joined` says whether it was the first step of some parameter. What the optimizer remembers
+        is then kept.
+        """
+        return False
 
 
 def walk_back(

@@ -77,10 +77,14 @@ class SOAPRule(StateRule):
             found["Q"] = packed(known["Q"])
         return {**found, "maximize": option(optimizer, "maximize")}
 
-    def keeps(self, optimizer: Optimizer) -> bool:
-        """After the first step of a group, and wherever its basis is due."""
-        made = [(group["step"] - 1, group["precondition_frequency"]) for group in _begun(optimizer)]
-        return any(steps % every == 0 for steps, every in made)
+    def keeps(self, optimizer: Optimizer, joined: bool) -> bool:
+        """After the first step of a parameter, which makes its basis, and wherever one is due."""
+        return joined or any(
+            (group["step"] - 1) % optimizer.state[parameter]["precondition_frequency"] == 0
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in optimizer.state  # which has the frequency it began with
+        )
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
@@ -100,10 +104,6 @@ class SOAPRule(StateRule):
         far = _length(hyper, apply(P, beta1 * b + (1 - beta1) * d)) * descent.kept
         step = descent.transition(along_b=P * far, keep=beta1, take=1 - beta1)
         return step, {**state, "exp_avg_sq": V}
-
-
-def _begun(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [group for group in optimizer.param_groups if group.get("step")]
 
 
 def _length(hyper: Hyper, step: Tensor) -> float:
