@@ -149,6 +149,8 @@ def same(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 
 

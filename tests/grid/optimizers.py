@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
+
+
+def packaged() -> ModuleType:
+    """The package with Shampoo and SOAP; it takes a second to import."""
+    return import_module("pytorch_optimizer")
+
 
 OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "SGD": lambda p: optim.SGD(p, lr=0.3),
@@ -28,10 +35,14 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], Optimizer]] = {
     "Rprop": lambda p: optim.Rprop(p, lr=0.05),
     "Lion": lambda p: import_module("lion_pytorch").Lion(p, lr=0.1, weight_decay=0.01),
     "Muon": lambda p: optim.Muon(p, lr=0.1),
+    "Shampoo": lambda p: packaged().Shampoo(p, lr=1.0, matrix_eps=40.0),
+    "SOAP": lambda p: packaged().SOAP(p, lr=0.1, eps=0.03, precondition_frequency=2),
 }
 
 if find_spec("lion_pytorch") is None:  # a package of its own
     del OPTIMIZERS["Lion"]
+if find_spec("pytorch_optimizer") is None:  # likewise
+    del OPTIMIZERS["Shampoo"], OPTIMIZERS["SOAP"]
 if not hasattr(optim, "Muon"):  # new in torch 2.9
     del OPTIMIZERS["Muon"]
 

@@ -167,7 +167,10 @@ def test_timelines_are_the_steps_changes_applied(case: str, tmp_path: Path) -> N
         assert gap(values, found.applied(change)[:, 1]) <= EXACT
 
 
-@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", "AdamW, amsgrad"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [n for n in ("SGD, Nesterov", "AdamW, amsgrad", "Shampoo", "SOAP") if n in OPTIMIZERS],
+)
 @pytest.mark.parametrize(
     "case",
     [

@@ -25,9 +25,10 @@ from dualform.read.weights import reconstruct, row_parts
 
 MANY = [
     name
-    for name in ("SGD, Nesterov", "AdamW, amsgrad", "Adafactor", "Lion", "Muon")
+    for name in ("SGD, Nesterov", "AdamW, amsgrad", "Adafactor", "Lion", "Muon", "Shampoo", "SOAP")
     if name in OPTIMIZERS
 ]
+STATEFUL = [name for name in ("AdamW, amsgrad", "Shampoo", "SOAP") if name in OPTIMIZERS]
 STREAMS = (
     "Linear, tied",
     "Functional",
@@ -182,7 +183,7 @@ def test_columns_in_small_memory(optimizer: str, by: str, recorded: Make) -> Non
 
 
 @pytest.mark.parametrize("case", STREAMS)
-@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", "AdamW, amsgrad"])
+@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", *STATEFUL])
 def test_columns_of_books_with_several_streams(
     case: str, optimizer: str, recorded_case: Make
 ) -> None:
@@ -196,7 +197,7 @@ def test_row_by_row_is_the_product_with_the_matrix(optimizer: str, recorded: Mak
 
 
 @pytest.mark.parametrize("case", STREAMS)
-@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", "AdamW, amsgrad"])
+@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", *STATEFUL])
 def test_row_by_row_for_books_with_several_streams(
     case: str, optimizer: str, recorded_case: Make
 ) -> None:

@@ -14,6 +14,7 @@ output's unit and β the layer's input. So a row's answer is `(α·a)(b·β)`, f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +59,26 @@ def from_matrix(matrix: Tensor, shape: tuple[int, ...], view: str, groups: int =
         return matrix.reshape(shape)
     inner = (groups, shape[1], shape[0] // groups, *shape[2:])
     return matrix.reshape(inner).transpose(1, 2).reshape(shape)
+
+
+def through_views(
+    mapping: Callable[[Tensor], Tensor],
+    matrices: Tensor,
+    shape: tuple[int, ...],
+    view: str,
+    groups: int = 1,
+) -> Tensor:
+    """Matrices as what a mapping of parameters, (count, *shape) of them, makes of them.
+
+    >>> p = torch.randn(4, 3, 2)
+    >>> found = through_views(torch.neg, as_matrix(p, "swapped")[None], (4, 3, 2), "swapped")
+    >>> torch.equal(found[0], as_matrix(-p, "swapped"))
+    True
+    """
+    if view != "swapped":
+        return mapping(matrices.reshape(len(matrices), *shape)).reshape(matrices.shape)
+    parameters = torch.stack([from_matrix(matrix, shape, view, groups) for matrix in matrices])
+    return torch.stack([as_matrix(found, view, groups) for found in mapping(parameters)])
 
 
 def by_group(rows: Tensor, groups: int) -> Tensor:
@@ -154,6 +175,9 @@ class Functional:
     def __len__(self) -> int:
         return len(self.b)
 
+    def __getitem__(self, some: slice) -> Functional:
+        return Functional(self.a[some], self.b[some])
+
     @property
     def units(self) -> bool:
         """Whether each question is about one row of the matrix."""
@@ -175,6 +199,11 @@ class Functional:
         if self.units:
             return Functional(self.a, self.b * coefficients[self.a].to(self.b))
         return Bilinear(self.a[:, :, None] * self.b[:, None, :] * coefficients.to(self.b))
+
+    def dense(self, height: int) -> Bilinear:
+        """The same with a matrix for each question."""
+        a = torch.eye(height)[self.a].to(self.b) if self.units else self.a
+        return Bilinear(a[:, :, None] * self.b[:, None, :])
 
     def left(self, matrix: Tensor) -> Functional:
         """Asked of `A P` for this A."""
@@ -224,6 +253,9 @@ class Bilinear:
 
     def __len__(self) -> int:
         return len(self.matrices)
+
+    def __getitem__(self, some: slice) -> Bilinear:
+        return Bilinear(self.matrices[some])
 
     def at(self, matrix: Tensor) -> Tensor:
         """(questions,): the answers of a whole matrix."""

@@ -15,6 +15,10 @@ from dualform.memory.blocks import Bilinear, Functional, as_matrix
 from dualform.read.coefficients import Accounting, Span
 from dualform.read.questions import functional, through
 from dualform.read.scan import Chunk, Scan, row_sides
+from dualform.record.optimizers import Operator, Turned
+
+DENSE = 1 << 24
+"""How many numbers questions may have together once they are no longer of rank one."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,16 @@ def answers(chunk: Chunk, book: Book, span: Span, question: Functional | Bilinea
     wide = sides.double()  # what is divided by small gradients needs the digits
     for step, rows in chunk.by_step():
         if step in coefficients:
-            part[rows] = through(question, coefficients[step], term).of(wide[rows])
+            for some in _pieces(question, coefficients[step], book):
+                asked = through(question[some], coefficients[step], term)
+                part[rows, some] = asked.of(wide[rows])
     return part
+
+
+def _pieces(question: Functional | Bilinear, operator: Operator, book: Book) -> list[slice]:
+    """The questions in portions: one that an operator turns is as large as the parameter."""
+    count = max(1, DENSE // book.size if isinstance(operator, Turned) else len(question))
+    return [slice(at, at + count) for at in range(0, len(question), count)]
 
 
 def _units(directions: Tensor) -> Tensor | None:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Term
-from dualform.memory.blocks import Sides, as_matrix, from_matrix, matrix_shape
+from dualform.memory.blocks import Sides, as_matrix, from_matrix, matrix_shape, through_views
 from dualform.read.coefficients import Accounting, Span
 from dualform.read.grouped import Grouping, Records, Region, add_groups, add_records
 from dualform.read.replay import step_gradients
 from dualform.read.scan import Chunk, Scan, row_sides
-from dualform.record.optimizers import BY_ROW, Operator, ScalarRule, Sided
+from dualform.record.optimizers import BY_ROW, Modewise, Operator, ScalarRule, Sided, Turned
 
 COLUMN_BYTES = 256 << 20
 """How large the columns that are held at a time may be."""
@@ -266,7 +266,7 @@ class Natural:
             )
             for step, gradient in found.items():
                 operator = operators.get(step, 0.0)
-                if isinstance(operator, Sided):
+                if isinstance(operator, Sided | Modewise | Turned):
                     return None
                 moved += (operator * gradient).square_()
                 rated += (rates[step - 1] * gradient).square_()
@@ -290,27 +290,37 @@ class _Matrixwise:
     """A step's operator, applied to a part of many gradients, seen as matrices."""
 
     def __init__(self, operator: Operator, term: Term, region: Region, whole: Region) -> None:
-        self._region, self._sided, self._left = region, isinstance(operator, Sided), True
-        self.needs = region
+        self._operator, self._term, self._region = operator, term, region
+        self.needs = self._needed(whole)
         """The part of a gradient that it takes to know that part of the result."""
-        if isinstance(operator, Sided):
-            self._matrix, self._left = operator.matrix, operator.left
-            if term.view == "swapped":
-                self._matrix, self._left = operator.matrix.T, not operator.left
-            across, down = (whole.rows, region.columns), (region.rows, whole.columns)
-            self.needs = Region(*(across if self._left else down))
-        elif isinstance(operator, Tensor):
-            self._matrix = region.of(as_matrix(operator, term.view, term.groups))
-        else:
-            self._matrix = torch.tensor(operator)
 
     def __call__(self, dense: Tensor) -> Tensor:
-        matrix = self._matrix.to(dense)
-        if not self._sided:
-            return dense.mul_(matrix)
-        if self._left:
-            return matrix[self._region.rows] @ dense
-        return dense @ matrix[:, self._region.columns]
+        operator, view, groups = self._operator, self._term.view, self._term.groups
+        if isinstance(operator, Modewise | Turned):
+            return self._region.of(through_views(operator, dense, operator.shape, view, groups))
+        if isinstance(operator, Sided):
+            matrix, left = self._sided(operator)
+            matrix = matrix.to(dense)
+            rows, columns = self._region.rows, self._region.columns
+            return matrix[rows] @ dense if left else dense @ matrix[:, columns]
+        if isinstance(operator, Tensor):
+            return dense.mul_(self._region.of(as_matrix(operator, view, groups)).to(dense))
+        return dense.mul_(operator)
+
+    def _needed(self, whole: Region) -> Region:
+        if isinstance(self._operator, Modewise | Turned):
+            return whole
+        if isinstance(self._operator, Sided):
+            left = self._sided(self._operator)[1]
+            across, down = (whole.rows, self._region.columns), (self._region.rows, whole.columns)
+            return Region(*(across if left else down))
+        return self._region
+
+    def _sided(self, operator: Sided) -> tuple[Tensor, bool]:
+        """The matrix as the term sees the parameter, and whether it stands left of it."""
+        if self._term.view == "swapped":
+            return operator.matrix.T, not operator.left
+        return operator.matrix, operator.left
 
 
 def _shape(book: Book, term: Term) -> tuple[int, int]:

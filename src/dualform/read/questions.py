@@ -10,8 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualform.ledger import Book, Stream, Term
-from dualform.memory.blocks import Bilinear, Functional, as_matrix, by_group, matrix_shape
-from dualform.record.optimizers import Operator, Sided
+from dualform.memory.blocks import (
+    Bilinear,
+    Functional,
+    as_matrix,
+    by_group,
+    matrix_shape,
+    through_views,
+)
+from dualform.record.optimizers import Modewise, Operator, Sided, Turned, along
 
 
 def layer_output(
@@ -101,6 +108,24 @@ def through(
             D = question.matrices
             return Bilinear(matrix.T.to(D) @ D if left else D @ matrix.T.to(D))
         return question.left(matrix) if left else question.right(matrix)
+    if isinstance(operator, Modewise | Turned):
+        return _mixed(question, operator, term)
     if isinstance(question, Functional):
         return Functional(question.a, question.b * operator)
     return Bilinear(question.matrices * operator)
+
+
+def _mixed(
+    question: Functional | Bilinear, operator: Modewise | Turned, term: Term
+) -> Functional | Bilinear:
+    """Through an operator that is its own adjoint; rank one stays so where dimensions are sides."""
+    shape = operator.shape
+    if isinstance(question, Functional):
+        sides = term.groups == 1 and (term.view == "rows" or len(shape) == 1)
+        if sides and isinstance(operator, Modewise):
+            first, *others = (matrix.cpu() for matrix in operator.matrices)
+            b = along(others, question.b.reshape(len(question), *shape[1:]))
+            return Functional(question.left(first).a, b.reshape(question.b.shape))
+        question = question.dense(matrix_shape(shape, term.view, term.groups)[0])
+    D = through_views(operator, question.matrices, shape, term.view, term.groups)
+    return Bilinear(D)

@@ -24,7 +24,7 @@ from dualform.ledger import Background
 from dualform.ledger.samples import Columns, Label, SampleId, describe_samples
 from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
-from dualform.record.optimizers import Rule, StateRule, rule_for
+from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
 from dualform.record.plan import Plan, make_plan, torch_optimizer
 from dualform.record.probe import settle_factors
 from dualform.record.settle import NOISY, UNEXPLAINED, Pages, Settler, Span, Step, to_host
@@ -117,6 +117,8 @@ class Recorder:
         self._background = Background(self._deliver)
         self._seen_ports = 0
         self._steps: list[Step] = []
+        self._joined: set[int] = set()
+        """The books that have made a step by row."""
         self._current: Step | None = None
         self._change_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
@@ -269,8 +271,18 @@ class Recorder:
         self._change_bytes += step.nbytes
         size = self._watch.bytes + self._change_bytes
         overdue = time.monotonic() - self._flushed > FLUSH_SECONDS
-        if overdue or size >= min(PARCEL_BYTES, self._buffer_bytes):
+        if self._must_keep(step.states):
+            self._hand_over(flush=True, mark="state")
+        elif overdue or size >= min(PARCEL_BYTES, self._buffer_bytes):
             self._hand_over(flush=overdue or self._shard_bytes + size >= self._buffer_bytes)
+
+    def _must_keep(self, states: Sequence[int]) -> bool:
+        """Whether the rule needs what the optimizer remembers after this step."""
+        if not isinstance(self._rule, StateRule):
+            return False
+        joined = {at for at, state in enumerate(states) if state == BY_ROW} - self._joined
+        self._joined |= joined
+        return self._rule.keeps(self._optimizer, bool(joined))
 
     def _hand_over(self, flush: bool, mark: str = "") -> None:
         """Gives the steps so far to the writer's thread, with the weights where they are due."""

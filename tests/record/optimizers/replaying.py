@@ -25,6 +25,8 @@ class Training:
     memory: list[State] = field(default_factory=list)
     hyper: list[dict[str, float]] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+    """After how many steps the rule wants the memory to be kept."""
 
 
 def gradients(kind: str, steps: int, shape: tuple[int, ...]) -> Tensor:
@@ -54,6 +56,8 @@ def train(
         training.hyper.append(dict(zip(rule.fields, rule.hyper(group), strict=True)))
         training.gradients.append(gradient.cpu().double())
         optimizer.step()
+        if isinstance(rule, StateRule) and rule.keeps(optimizer, joined=t == 0):
+            training.kept.add(t + 1)
     note(training, rule, optimizer, weight)
     return training
 
@@ -79,13 +83,16 @@ def errors(rule: StateRule, training: Training, start: int) -> tuple[float, floa
     b = state.pop(rule.buffer, torch.zeros_like(W))
     W_0, b_0, forward, transitions = W, b, 0.0, []
     for t in range(start, len(training.hyper)):
+        if t in training.kept:
+            state = {k: v for k, v in training.memory[t].items() if k != rule.buffer}
         given = training.hyper[t], state, W, b, training.gradients[t]
         step, state = rule.transition(*given)
         W, b = step.forward(W, b, training.gradients[t])
         transitions.append(step)
         forward = max(forward, off(W, training.W[t + 1]))
         replayed = {**state, rule.buffer: b}
-        for name, true in training.memory[t + 1].items():
+        for name in training.memory[t + 1] if t + 1 not in training.kept else ():
+            true = training.memory[t + 1][name]
             forward = max(forward, off(replayed[name], true))
     coefficients, (on_W, on_b) = walk_back(
         transitions, (0.0, 0.0), [*[0.0] * (len(transitions) - 1), 1.0]

@@ -13,7 +13,15 @@ from dualform.record.optimizers.lion import LionRule
 from dualform.record.optimizers.muon import MuonRule
 from dualform.record.optimizers.nadam import NAdamRule
 from dualform.record.optimizers.observed import ObservedRule
-from dualform.record.optimizers.operators import Operator, Sided, apply, plus
+from dualform.record.optimizers.operators import (
+    Modewise,
+    Operator,
+    Sided,
+    Turned,
+    along,
+    apply,
+    plus,
+)
 from dualform.record.optimizers.radam import RAdamRule
 from dualform.record.optimizers.rmsprop import RMSpropRule
 from dualform.record.optimizers.rprop import RpropRule
@@ -33,6 +41,8 @@ from dualform.record.optimizers.rule import (
     walk_back,
 )
 from dualform.record.optimizers.sgd import SGDRule
+from dualform.record.optimizers.shampoo import ShampooRule
+from dualform.record.optimizers.soap import SOAPRule
 
 RULES: tuple[Rule, ...] = (
     SGDRule(),
@@ -47,6 +57,8 @@ RULES: tuple[Rule, ...] = (
     AdafactorRule(),
     MuonRule(),
     LionRule(),
+    ShampooRule(),
+    SOAPRule(),
     ASGDRule(),
     RpropRule(),
     ObservedRule(),
@@ -82,6 +94,7 @@ __all__ = [
     "UNTOUCHED",
     "Coefficients",
     "History",
+    "Modewise",
     "Operator",
     "Pair",
     "Rule",
@@ -90,6 +103,8 @@ __all__ = [
     "State",
     "StateRule",
     "Transition",
+    "Turned",
+    "along",
     "apply",
     "plus",
     "rule_for",

@@ -209,6 +209,14 @@ class StateRule(Rule):
         All tensors but those of `state` have the parameter's shape. Nothing is changed in place.
         """
 
+    def keeps(self, optimizer: Optimizer, joined: bool) -> bool:
+        """Whether the step just made changed what no replay from the rows can find again.
+
+        `joined` says whether it was the first step of some parameter. What the optimizer remembers
+        is then kept.
+        """
+        return False
+
 
 def walk_back(
     transitions: Sequence[Transition], r: Pair, shares: Sequence[float]
