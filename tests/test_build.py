@@ -96,3 +96,19 @@ def test_no_registry_is_named() -> None:
     lock = (ROOT / "frontend/package-lock.json").read_text("utf-8")
     assert '"resolved"' not in lock
     assert '"integrity"' in lock
+
+
+@pytest.mark.long
+def test_a_wheel_in_an_environment_of_its_own(built: Path, tmp_path: Path) -> None:
+    """With what it declares, and nothing else: the demo runs, and its report has the page."""
+    wheel, place = next(built.glob("*.whl")), tmp_path / "venv"
+    run(sys.executable, "-m", "venv", str(place), folder=tmp_path)
+    python = str(place / "bin/python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
+    run(*pip, "torch==2.13.0", folder=tmp_path)
+    run(*pip, f"{wheel}[demo,explore]", folder=tmp_path)
+    said = run(str(place / "bin/dualform"), "demo", "--epochs", "1", folder=tmp_path, PYTHONPATH="")
+    assert "Explore it with: dualform view runs/digits" in said
+    assert 'id="carried"' in (tmp_path / "runs/digits.html").read_text("utf-8")
+    server = "from dualform.explore.server import make_app; from dualform.explore.page import *;"
+    assert "<div id" in run(python, "-c", server + "print(served_page())", folder=tmp_path)

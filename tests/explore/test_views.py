@@ -111,6 +111,9 @@ def test_positions_of_the_training_samples_add_up(patches: Exhibit, words: Exhib
         acts = explorer.view("acts", asked | {"id": "7"})
         np.testing.assert_allclose(acts["places"], [part[7] for part in parts], atol=1e-9)
         assert sum(acts["timeline"]) == pytest.approx(acts["value"])
+        spans = [explorer.view("acts", asked | {"id": "7", "span": f"{b}-{b}"}) for b in range(3)]
+        assert [sum(part["places"]) for part in spans] == pytest.approx(acts["timeline"])
+        assert np.sum([part["places"] for part in spans], 0) == pytest.approx(acts["places"])
 
 
 def test_texts_are_cut_into_as_many_pieces_as_there_are_rows(words: Exhibit) -> None:

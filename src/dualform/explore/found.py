@@ -119,17 +119,30 @@ class Reader:
         chosen = replace(question, layer=layer, output=unit, place=place)
         return one, chosen, outputs.numpy()
 
-    def places(self, question: Question, chosen: Sequence[SampleId]) -> Array:
-        """(samples, positions): what each position of some training samples adds, in this layer."""
+    def places(
+        self, question: Question, chosen: Sequence[SampleId], span: tuple[int, int] | None = None
+    ) -> Array:
+        """(samples, positions): what each position of some training samples adds, in this layer.
+
+        Args:
+            span: the first and the last bin of training that count; by default all.
+        """
         reading, _, _ = self.reading(self.exhibit.subject(question.query), question)
         source = reading.source
         count = places(source.ledger, source.ledger.info.stream(reading.layer))
         known = {name: at for at, name in enumerate(source.ids)}
-        rows = torch.full((int(source.numbers.max()) + 1,), len(chosen))
-        rows[source.numbers[[known[name] for name in chosen]]] = torch.arange(len(chosen))
+        bins, (first, last) = self.exhibit.run.bins, span or (0, len(self.exhibit.run.bins) - 1)
+        rest = len(chosen)
+        rows = torch.full((len(source.ids),), rest)
+        rows[[known[name] for name in chosen]] = torch.arange(len(chosen))
 
         def group(steps: Tensor, samples: Tensor, at: Tensor) -> Tensor:
-            return rows[samples] * count + at.clamp_max(count - 1)
+            row, bin_ = (
+                rows[torch.searchsorted(source.numbers, samples.long())],
+                bins.by_step(steps),
+            )
+            row = torch.where((bin_ >= first) & (bin_ <= last), row, rest)
+            return row * count + at.clamp_max(count - 1)
 
         sums = reading.sums(Grouping((len(chosen) + 1) * count, group))[:, 0]
         return sums.reshape(-1, count)[:-1]

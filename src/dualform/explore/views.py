@@ -183,7 +183,7 @@ class Explorer:
         sample = self.run.sample_id(given.text("id"))
         at = self._place_of(sample)
         asked_when = found.question.ask in ("layer", "network")
-        where = self._where(found, [sample])
+        where = self._where(found, [sample], given)
         line = self._line(at, float(self._amounts(found, given)[at]))
         preview = line["preview"] or {}
         return {
@@ -202,7 +202,7 @@ class Explorer:
         chosen = [self.run.sample_id(name) for name in given.several("id", MOST_HIGHLIGHTED)]
         previews = {name: self.run.samples.preview(name) for name in chosen}
         texts = {name: str(p.data) for name, p in previews.items() if p and p.kind == "text"}
-        where = self._where(found, list(texts)) if texts else None
+        where = self._where(found, list(texts), given) if texts else None
         if where is None:
             return {"samples": {}}
         cut = {name: pieces(text, where.shape[1]) for name, text in texts.items()}
@@ -212,7 +212,7 @@ class Explorer:
         }
         return {"samples": samples}
 
-    def _where(self, found: Found, chosen: Sequence[SampleId]) -> Array | None:
+    def _where(self, found: Found, chosen: Sequence[SampleId], given: Given) -> Array | None:
         """(samples, positions): what each position adds, where the layer has positions."""
         question = found.question
         if question.ask != "layer" or question.layer is None:
@@ -220,8 +220,10 @@ class Explorer:
         stream = self.run.info.stream(question.layer)
         if places(self.run.source.ledger, stream) < 2:
             return None
-        key = ("where", question, *chosen)
-        found_places: Array = self._kept.get(key, lambda: self.reader.places(question, chosen))
+        span = given.span(self._bins(found))
+        found_places: Array = self._kept.get(
+            ("where", question, span, *chosen), lambda: self.reader.places(question, chosen, span)
+        )
         return found_places
 
     def _sample(self, given: Given) -> Json:
