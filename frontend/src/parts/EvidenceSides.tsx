@@ -43,7 +43,7 @@ function useHighlighted({ sides, layer }: Answer): Answer["sides"] {
   const placed = run.layers.some((one) => one.name === layer && one.places > 1)
   const wanted = asked.ask === "layer" && textual && placed ? "highlights" : null
   const id = shown.map((one) => one.id)
-  const { value } = useGet(source, wanted, { ...paramsOf(asked), label: null, span: null, id })
+  const { value } = useGet(source, wanted, { ...paramsOf(asked), label: null, id })
   const mark = (side: Side): Side => ({
     ...side,
     samples: side.samples.map((one) => ({ ...one, ...value?.samples[String(one.id)] })),

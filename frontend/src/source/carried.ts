@@ -116,7 +116,9 @@ export class CarriedSource implements Source {
     return { total: all.length, samples: page(all, params).map((one) => this.show(one)) }
   }
 
+  /** What is carried is of the whole training: under a span, nothing is highlighted. */
   private highlights(params: Params): Highlights {
+    if (spanOf(params)) return { samples: {} }
     const { sides } = this.kept(params)
     const marked = [...sides.for.samples, ...sides.against.samples].flatMap(
       ({ id, tokens, places }) => (tokens && places ? [[String(id), { tokens, places }]] : []),
