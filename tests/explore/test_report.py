@@ -16,6 +16,7 @@ from torch import nn
 import dualform
 from dualform.errors import DualformError, ReadingError
 from dualform.explore import Exhibit, Explorer, Query, write_report
+from dualform.explore.given import Given
 from dualform.explore.views import Json
 from dualform.ledger.samples import Preview
 
@@ -40,7 +41,7 @@ def test_cells_are_the_amounts_by_sample_and_time(digits: Exhibit, tmp_path: Pat
         kinds.add((ask, layer))
         asked = {"query": query, "ask": ask, "layer": layer, "output": output}
         cells = np.frombuffer(base64.b64decode(answer["cells"]), "<f4").reshape(120, -1)
-        np.testing.assert_allclose(cells, explorer.found(asked).cells, rtol=1e-6, atol=1e-12)
+        np.testing.assert_allclose(cells, explorer.found(Given(asked)).cells, rtol=1e-6, atol=1e-12)
         expected = explorer.view("answer", asked)
         assert answer["check"] == expected["check"]
         assert answer["groups"] == expected["groups"]
@@ -120,6 +121,18 @@ def test_previews_that_cannot_be_shown(
     with pytest.raises(ReadingError, match=re.escape(message)):
         write_report(exhibit, tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_run_without_rows_has_nothing_to_report(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run"):
+        pass
+    exhibit = Exhibit(dualform.open(tmp_path / "run"))
+    with pytest.raises(ReadingError, match="no layer of this run was booked by row"):
+        write_report(exhibit, tmp_path / "report.html")
+    with pytest.raises(ReadingError, match="none were given"):
+        Explorer(exhibit).view("answer", {"query": "0"})
 
 
 def test_a_folder_is_no_file(digits: Exhibit, tmp_path: Path) -> None:

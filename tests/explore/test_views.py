@@ -198,6 +198,8 @@ def test_a_training_sample_needs_no_model(digits: Exhibit) -> None:
     without = alone.view("forget", {"query": "sample:7", "layer": "0", "id": ["1", "2"]})
     after = {o["output"]: o["value"] for o in without["after"]}
     assert after[answer["output"]] == pytest.approx(without["asked"]["after"])
+    last = alone.view("forget", {"query": "sample:7", "layer": "2", "id": ["1", "2"]})
+    assert len(last["after"]) == 10  # of the other layer, though the samples are the same
     left = answer["check"]["total"] - amounts[[1, 2]].sum()
     assert left == pytest.approx(after[answer["output"]])
     assert alone.view("queries", {"limit": "2"})["queries"][1]["query"] == "sample:1"

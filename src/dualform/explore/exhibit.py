@@ -143,22 +143,24 @@ class Exhibit:
 
     def right(self, at: int) -> bool | None:
         """Whether a query's label is the class with most output; None where that is not known."""
-        label = plain_label(self._queries[at].label) if len(self) else None
-        known = self.predictions is not None and label is not None and self.classes
-        return self.predictions[at] == label if known and self.predictions else None
+        if not len(self) or self.predictions is None:
+            return None
+        return self._is_right(self._queries[at].label, self.predictions[at])
+
+    def _is_right(self, label: Any, predicted: int | None) -> bool | None:
+        known = predicted is not None and label is not None and self.classes
+        return predicted == plain_label(label) if known else None
 
     def card(self, subject: Subject) -> dict[str, Any]:
         """What to show of a query, as JSON."""
-        shown, label = subject.shown, plain_label(subject.shown.label)
+        shown, predicted = subject.shown, self._predicted(subject)
         title = shorten(shown.title, LONGEST_NAME)
-        predicted = self._predicted(subject)
-        known = predicted is not None and label is not None and self.classes
         return {
             "query": subject.name,
             "title": title,
-            "label": label,
+            "label": plain_label(shown.label),
             "predicted": predicted,
-            "right": predicted == label if known else None,
+            "right": self._is_right(shown.label, predicted),
             "preview": picture(shown.preview, f"'{title}'"),
         }
 

@@ -18,12 +18,11 @@ from dualform.ledger.samples import SampleId
 from dualform.read import Reading
 from dualform.read.explain import ask_all, by_layer
 from dualform.read.grouped import Grouping
-from dualform.read.queries import LayerQueries
+from dualform.read.questions import layer_output
 from dualform.read.scan import places
 from dualform.read.scores import Array, Check
 from dualform.read.spotlight import unknown_layer
 
-ASKED = ("layer", "network", "removed", "keys")
 NEEDS_MODEL = (
     "start with it and with queries: "
     "dualform view RUN --model package.module:function --input x.npy"
@@ -89,18 +88,17 @@ class Reader:
 
     def __call__(self, question: Question) -> Found:
         """The answer; one scan of the run, or a few."""
-        if question.ask not in ASKED:
-            raise ReadingError(
-                f"ask='{question.ask}': there are {', '.join(map(repr, ASKED))} to ask."
-            )
-        subject = self.exhibit.subject(question.query)
-        answer = {
+        answers = {
             "layer": self._layer,
-            "keys": self._keys,
             "network": self._network,
             "removed": self._removed,
-        }[question.ask]
-        return answer(subject, question)
+            "keys": self._keys,
+        }
+        if question.ask not in answers:
+            raise ReadingError(
+                f"ask='{question.ask}': there are {', '.join(map(repr, answers))} to ask."
+            )
+        return answers[question.ask](self.exhibit.subject(question.query), question)
 
     def reading(self, subject: Subject, question: Question) -> tuple[Reading, Question, Array]:
         """One output of one layer at one place; what was chosen; and all outputs of the layer."""
@@ -120,28 +118,26 @@ class Reader:
         return one, chosen, outputs.numpy()
 
     def places(
-        self, question: Question, chosen: Sequence[SampleId], span: tuple[int, int] | None = None
+        self, question: Question, chosen: Sequence[int], span: tuple[int, int] | None = None
     ) -> Array:
         """(samples, positions): what each position of some training samples adds, in this layer.
 
         Args:
+            chosen: the samples, by their places among the ids.
             span: the first and the last bin of training that count; by default all.
         """
         reading, _, _ = self.reading(self.exhibit.subject(question.query), question)
         source = reading.source
         count = places(source.ledger, source.ledger.info.stream(reading.layer))
-        known = {name: at for at, name in enumerate(source.ids)}
         bins, (first, last) = self.exhibit.run.bins, span or (0, len(self.exhibit.run.bins) - 1)
         rest = len(chosen)
         rows = torch.full((len(source.ids),), rest)
-        rows[[known[name] for name in chosen]] = torch.arange(len(chosen))
+        rows[list(chosen)] = torch.arange(len(chosen))
 
         def group(steps: Tensor, samples: Tensor, at: Tensor) -> Tensor:
-            row, bin_ = (
-                rows[torch.searchsorted(source.numbers, samples.long())],
-                bins.by_step(steps),
-            )
-            row = torch.where((bin_ >= first) & (bin_ <= last), row, rest)
+            row = rows[torch.searchsorted(source.numbers, samples.long())]
+            when = bins.by_step(steps)
+            row = torch.where((when >= first) & (when <= last), row, rest)
             return row * count + at.clamp_max(count - 1)
 
         sums = reading.sums(Grouping((len(chosen) + 1) * count, group))[:, 0]
@@ -176,25 +172,13 @@ class Reader:
         return before.numpy(), after.numpy()
 
     def _layer_without(self, subject: Subject, found: Found, ids: Sequence[SampleId]) -> Array:
-        """The outputs of a layer less what these samples added to each."""
+        """The outputs of a layer whose weights have lost these samples' rows."""
         reading, _, _ = self.reading(subject, found.question)
-        numbers = reading.source.numbers
-        chosen = numbers[[list(reading.source.ids).index(name) for name in ids]]
-        every = range(len(found.outputs))
-        asked = Reading(
-            reading.layer,
-            LayerQueries(
-                [f"output {unit}" for unit in every],
-                reading.queries.inputs.expand(len(every), -1),
-                reading.queries.outputs.expand(len(every), -1),
-            ),
-            torch.eye(len(every), dtype=torch.float64),
-            [f"output {unit}" for unit in every],
-            reading.source,
-        )
-        gone = Grouping(2, lambda steps, samples, at: torch.isin(samples, chosen).long())
-        lost: Array = asked.sums(gone)[1]
-        return found.outputs - lost
+        info, layer = reading.source.ledger.info, reading.layer
+        weights, inputs = self.exhibit.run.forget(ids), reading.queries.inputs
+        left = layer_output(info.stream(layer), info.terms_of(layer), weights, inputs)
+        outputs: Array = left[0].numpy()
+        return outputs
 
     def _spotlight(self, subject: Subject, output: int | None) -> Any:
         run, model = self.exhibit.run, self.exhibit.model

@@ -29,6 +29,11 @@ class Job:
         self.waiting = 0
         self._unwanted = Event()
 
+    @property
+    def unwanted(self) -> bool:
+        """Whether everybody who waited has left."""
+        return self._unwanted.is_set()
+
     def leave(self) -> None:
         """One reader less; without any, the work ends at its next chunk."""
         self.waiting -= 1
@@ -42,7 +47,7 @@ class Job:
             return make()
 
     def _watch(self, doing: str, share: float) -> None:
-        if self._unwanted.is_set():
+        if self.unwanted:
             raise CancelledByReader("cancelled: nobody waits for the answer any more.")
         self.news = {"progress": share, "doing": doing}
 
@@ -59,16 +64,12 @@ class Jobs:
         """The job of this key, begun if there is none; `leave` it in the end."""
         with self._lock:
             job = self._running.get(key)
-            if job is None or job._unwanted.is_set():
+            if job is None or job.unwanted:
                 job = self._running[key] = Job()
                 job.future = self._pool.submit(job.work, make)
                 job.future.add_done_callback(lambda _: self._done(key, job))
             job.waiting += 1
             return job
-
-    def close(self) -> None:
-        """Ends without waiting for what nobody will read."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, key: Hashable, job: Job) -> None:
         with self._lock:

@@ -11,6 +11,7 @@ import numpy as np
 
 from dualform.errors import ReadingError
 from dualform.explore.exhibit import Exhibit, plain_label
+from dualform.explore.given import Given
 from dualform.explore.page import carried_page
 from dualform.explore.views import Explorer, Json
 from dualform.ledger.format import write_durably
@@ -45,6 +46,8 @@ def write_report(
     target = Path(path)
     if target.is_dir():
         raise ReadingError(f"'{target}' is a folder; give a file, such as '{target}/report.html'.")
+    if not exhibit.run.layers:
+        raise ReadingError("no layer of this run was booked by row; run.audit() says why.")
     carried = Carried(Explorer(exhibit), list(queries or usual_queries(exhibit))).content()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_durably(target, carried_page(f"dualform · {carried['run']['name']}", carried))
@@ -147,7 +150,7 @@ class Carried:
 
     def _cells(self, asked: dict[str, str]) -> str | None:
         """Amounts by sample and bin, as long as there is room for them."""
-        cells = self._explorer.found(asked).cells.astype("<f4")
+        cells = self._explorer.found(Given(asked)).cells.astype("<f4")
         if cells.nbytes > self._left:
             return None
         self._left -= cells.nbytes

@@ -88,15 +88,8 @@ class Explorer:
             writer.writerow([name, self.run.samples.labels.get(name, ""), self._suspicion[at]])
         return out.getvalue()
 
-    def found(self, parameters: Mapping[str, str | Sequence[str]]) -> Found:
+    def found(self, given: Given) -> Found:
         """What was read for the question that parameters ask."""
-        return self._found(Given(parameters))
-
-    def line(self, at: int) -> Json:
-        """What to show of a training sample, by its place."""
-        return self._line(at, 0.0)
-
-    def _found(self, given: Given) -> Found:
         question = Question(
             given.text("query"),
             given.text("ask", "layer"),
@@ -130,7 +123,7 @@ class Explorer:
         return chosen
 
     def _answer(self, given: Given) -> Json:
-        found = self._found(given)
+        found = self.found(given)
         amounts = self._amounts(found, given)
         question = found.question
         subject = self.exhibit.subject(question.query)
@@ -150,9 +143,7 @@ class Explorer:
             else "Only what was learned in the chosen part of training.",
             "unit": "similarity" if question.ask == "keys" else "units of the output",
             "sides": {side: self._side(amounts, side) for side in ("for", "against")},
-            "timeline": None
-            if question.ask in ("removed", "keys")
-            else found.cells.sum(0).tolist(),
+            "timeline": found.cells.sum(0).tolist() if self._bins(found) else None,
             "groups": self._groups(amounts, given),
             "places": 1 if found.marks is None else len(found.marks),
             "place": None if found.marks is None else question.place,
@@ -161,17 +152,17 @@ class Explorer:
         }
 
     def _evidence(self, given: Given) -> Json:
-        amounts = self._amounts(self._found(given), given)
+        amounts = self._amounts(self.found(given), given)
         label = given.text("label", "")
         if label:
             amounts = np.where(self._labeled(label, given), amounts, 0.0)
         lines = ranked(amounts, given.choice("side", ("for", "against")))
         some = given.page(lines, MOST_LISTED)
-        return {"total": len(lines), "samples": [self._line(at, amounts[at]) for at in some]}
+        return {"total": len(lines), "samples": [self.line(at, amounts[at]) for at in some]}
 
     def _layers(self, given: Given) -> Json:
         asked = given.without("layer", "place", "at") | {"ask": "network"}
-        found = self.found(asked)
+        found = self.found(Given(asked))
         assert found.shares is not None
         assert found.check is not None
         shares = [{"layer": name, "value": value} for name, value in found.shares.items()]
@@ -179,16 +170,15 @@ class Explorer:
         return {"output": found.question.output, "shares": shares, **parts}
 
     def _acts(self, given: Given) -> Json:
-        found = self._found(given)
+        found = self.found(given)
         sample = self.run.sample_id(given.text("id"))
         at = self._place_of(sample)
-        asked_when = found.question.ask in ("layer", "network")
         where = self._where(found, [sample], given)
-        line = self._line(at, float(self._amounts(found, given)[at]))
+        line = self.line(at, float(self._amounts(found, given)[at]))
         preview = line["preview"] or {}
         return {
             **line,
-            "timeline": found.cells[at].tolist() if asked_when else None,
+            "timeline": found.cells[at].tolist() if self._bins(found) else None,
             "places": None if where is None else where[0].tolist(),
             "tokens": None if where is None else pieces(preview.get("text", ""), where.shape[1]),
             "grid": None
@@ -198,7 +188,7 @@ class Explorer:
 
     def _highlights(self, given: Given) -> Json:
         """What each piece of some samples' texts adds, where there is a position a piece."""
-        found = self._found(given)
+        found = self.found(given)
         chosen = [self.run.sample_id(name) for name in given.several("id", MOST_HIGHLIGHTED)]
         previews = {name: self.run.samples.preview(name) for name in chosen}
         texts = {name: str(p.data) for name, p in previews.items() if p and p.kind == "text"}
@@ -220,9 +210,9 @@ class Explorer:
         stream = self.run.info.stream(question.layer)
         if places(self.run.source.ledger, stream) < 2:
             return None
-        span = given.span(self._bins(found))
+        span, at = given.span(self._bins(found)), [self._place_of(name) for name in chosen]
         found_places: Array = self._kept.get(
-            ("where", question, span, *chosen), lambda: self.reader.places(question, chosen, span)
+            ("where", question, span, *at), lambda: self.reader.places(question, at, span)
         )
         return found_places
 
@@ -234,7 +224,7 @@ class Explorer:
         bins = np.digitize(errors.steps[mine], self.run.bins.edges[1:-1], right=True)
         effects = self._effects(at)
         return {
-            **self._line(at, 0.0),
+            **self.line(at),
             "visits": len(np.unique(errors.steps[mine])),
             "history": [
                 {"bin": int(b), "error": float(errors.relative[mine][bins == b].mean())}
@@ -266,20 +256,20 @@ class Explorer:
 
     def _suspects(self, given: Given) -> Json:
         some = given.page(self._ranks.tolist(), MOST_LISTED)
-        lines = [self._line(at, float(self._suspicion[at])) for at in some]
+        lines = [self.line(at, float(self._suspicion[at])) for at in some]
         return {"total": len(self._ranks), "samples": lines}
 
     def _forget(self, given: Given) -> Json:
         ids = [self.run.sample_id(name) for name in given.several("id", MOST_FORGOTTEN)]
-        found = self._found(given)
+        found = self.found(given)
         outputs = self._kept.get(
-            ("forget", found.question.query, *ids), lambda: self.reader.without(found, ids)
+            ("forget", found.question, *ids), lambda: self.reader.without(found, ids)
         )
         before = float(found.outputs[found.question.output or 0])
         lost, retrained = self._lost(found, ids), None
         if given.text("estimate", "") == "1" or found.question.ask == "removed":
             asked = given.without("layer", "place", "at", "span") | {"ask": "removed"}
-            estimated = self.found(asked)
+            estimated = self.found(Given(asked))
             output = estimated.question.output or 0
             retrained = float(estimated.outputs[output]) - self._lost(estimated, ids)
         return {
@@ -317,7 +307,7 @@ class Explorer:
 
     def _side(self, amounts: Array, side: str) -> Json:
         own = amounts > 0 if side == "for" else amounts < 0
-        lines = [self._line(at, float(amounts[at])) for at in strongest(amounts, side)]
+        lines = [self.line(at, float(amounts[at])) for at in strongest(amounts, side)]
         return {"sum": float(amounts[own].sum()), "count": int(own.sum()), "samples": lines}
 
     def _groups(self, amounts: Array, given: Given) -> list[Json]:
@@ -339,7 +329,8 @@ class Explorer:
                 chosen[members] = True
         return chosen
 
-    def _line(self, at: int, value: float) -> Json:
+    def line(self, at: int, value: float = 0.0) -> Json:
+        """What to show of a training sample, by its place, and its amount."""
         name = self.run.source.ids[at]
         shown = picture(self.run.samples.preview(name), f"sample {shorten(name, LONGEST_NAME)}")
         label = plain_label(self.run.samples.labels.get(name))

@@ -44,9 +44,7 @@ class ExplorerWidget(anywidget.AnyWidget):
     def _answer(self, widget: Any, message: Any, buffers: Any) -> None:
         """Begins what the page asks for, or ends what it no longer waits for."""
         if message.get("cancel"):
-            job = self._asked.pop(message.get("id"), None)
-            if job is not None:
-                job.leave()
+            self._leave(message.get("id"))
             return
         number, path = message["id"], str(message["path"])
         parameters = message.get("params", {})
@@ -64,7 +62,14 @@ class ExplorerWidget(anywidget.AnyWidget):
                 continue
             except (DualformError, OSError) as error:
                 self._tell(number, {"error": str(error)})
+            self._leave(number)
             return
+
+    def _leave(self, number: Any) -> None:
+        """One question less: it was answered, or is no longer waited for."""
+        job = self._asked.pop(number, None)
+        if job is not None:
+            job.leave()
 
     def _tell(self, number: Any, news: dict[str, Any]) -> None:
         if number in self._asked:
