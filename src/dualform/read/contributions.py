@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from dualform.read.questions import functional, through
 from dualform.read.scan import Chunk, Scan, row_sides
 from dualform.record.optimizers import Operator, Turned
 
+Question: TypeAlias = Functional | Bilinear
 DENSE = 1 << 24
 """How many numbers questions may have together once they are no longer of rank one."""
 
@@ -68,21 +70,33 @@ class LayerRows:
 
     def __iter__(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Chunks, and the contributions (rows, queries) in the precision of the rows."""
-        source = self.source
-        for span in source.accounting.spans(self._books):
-            for stream in source.ledger.info.streams:
-                fed = [book for book in self._books if stream.name in book.terms]
-                scan = Scan(source.ledger, stream, span.last, source.device, span.first)
-                for chunk in scan if fed else ():
-                    parts = [answers(chunk, b, span, self._questions[b.name]) for b in fed]
-                    yield chunk, functools.reduce(torch.Tensor.add_, parts)
+        found = row_answers(self.source, self._books, lambda book, _: self._questions[book.name])
+        for chunk, parts in found:
+            yield chunk, functools.reduce(torch.Tensor.add_, parts.values())
 
     def sample_index(self, chunk: Chunk) -> Tensor:
         """Each row's sample as a position in `source.ids`."""
         return torch.searchsorted(self.source.numbers.to(chunk.samples.device), chunk.samples)
 
 
-def answers(chunk: Chunk, book: Book, span: Span, question: Functional | Bilinear) -> Tensor:
+def row_answers(
+    source: Source, books: Sequence[Book], question: Callable[[Book, str], Question]
+) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
+    """All rows that feed some books, in chunks, with their answers (rows, questions) by book.
+
+    Args:
+        question: what is asked of a book, as the stream of this name sees it.
+    """
+    for span in source.accounting.spans(books):
+        for stream in source.ledger.info.streams:
+            asked = {b.name: question(b, stream.name) for b in books if stream.name in b.terms}
+            fed = [book for book in books if book.name in asked]
+            scan = Scan(source.ledger, stream, span.last, source.device, span.first)
+            for chunk in scan if fed else ():
+                yield chunk, {b.name: _answers(chunk, b, span, asked[b.name]) for b in fed}
+
+
+def _answers(chunk: Chunk, book: Book, span: Span, question: Question) -> Tensor:
     """(rows, questions): what rows answer about one parameter, as the optimizer made them count."""
     term, coefficients = book.terms[chunk.stream.name], span.coefficients[book.name]
     sides = row_sides(chunk, term)
@@ -99,7 +113,7 @@ def answers(chunk: Chunk, book: Book, span: Span, question: Functional | Bilinea
     return part
 
 
-def _pieces(question: Functional | Bilinear, operator: Operator, book: Book) -> list[slice]:
+def _pieces(question: Question, operator: Operator, book: Book) -> list[slice]:
     """The questions in portions: one that an operator turns is as large as the parameter."""
     count = max(1, DENSE // book.size if isinstance(operator, Turned) else len(question))
     return [slice(at, at + count) for at in range(0, len(question), count)]

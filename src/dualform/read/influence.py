@@ -66,13 +66,24 @@ class Influence(Scores):
         )
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a method answers: some of the queries, damped and kept as asked."""
+
+    asked: Asked
+    model: nn.Module
+    queries: Any
+    damping: float
+    lines: Lines
+
+
 class Influencer:
     """Answers by any of the methods; keeps what does not depend on the queries."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._lines: dict[tuple[str, int | None], Lines] = {}
-        self._methods: dict[str, tuple[float, Callable[..., Tensor]]] = {
+        self._methods: dict[str, tuple[float, Callable[[Call], Tensor]]] = {
             "ridge": (3.0, self._ridge),
             "fisher": (1.0, self._fisher),
             "ekfac": (0.1, self._ekfac),
@@ -104,11 +115,11 @@ class Influencer:
             )
         if method in ("ridge", "fisher"):
             self._check(rank)
+        lines = self._lines.setdefault((method, rank), Lines(rank))
         parts = [
-            answer(asked, model, queries, method, chosen, rank)
+            answer(Call(asked, model, queries, chosen, lines))
             for queries in query_batches(asked, source)
         ]
-        lines = self._lines.get((method, rank))
         return Influence(
             source.ids,
             torch.cat(parts, 1).numpy(),
@@ -118,10 +129,10 @@ class Influencer:
             f"influence ({method})",
             method,
             chosen if usual else 0.0,
-            1.0 if lines is None else lines.kept,
+            lines.kept,
         )
 
-    def _method(self, name: str) -> tuple[float, Callable[..., Tensor]]:
+    def _method(self, name: str) -> tuple[float, Callable[[Call], Tensor]]:
         if name not in self._methods:
             known = ", ".join(f"'{known}'" for known in self._methods)
             raise ReadingError(f"method='{name}' is not known; there are {known}.")
@@ -137,53 +148,32 @@ class Influencer:
         books = (book for book in self._source.ledger.info.books if book.terms)
         check_memory(min(samples, max(longest(book) for book in books)), rank)
 
-    def _ridge(
-        self,
-        asked: Asked,
-        model: nn.Module,
-        queries: Any,
-        method: str,
-        damping: float,
-        rank: int | None,
-    ) -> Tensor:
-        first, last = ends(model, self._source)
-        line = along_line(asked, first, last, queries, TOLERANCE)
-        lines = self._lines.setdefault((method, rank), Lines(rank))
-        solved = lines.solve(self._natural, line.directions, damping)
-        return solved * (OWN / lines.left(damping))
+    def _ridge(self, call: Call) -> Tensor:
+        first, last = ends(call.model, self._source)
+        line = along_line(call.asked, first, last, call.queries, TOLERANCE)
+        solved = call.lines.solve(self._natural, line.directions, call.damping)
+        return solved * (OWN / call.lines.left(call.damping))
 
     @cached_property
     def _natural(self) -> Natural:
         return Natural(self._source.accounting, Grouping.by_sample(self._source.numbers))
 
-    def _fisher(
-        self,
-        asked: Asked,
-        model: nn.Module,
-        queries: Any,
-        method: str,
-        damping: float,
-        rank: int | None,
-    ) -> Tensor:
-        matrix, directions = (
-            self._matrix(self._last_visits),
-            self._gradients(asked, model, queries),
-        )
-        lines = self._lines.setdefault((method, rank), Lines(rank))
-        return lines.solve(matrix, directions, damping)
+    def _fisher(self, call: Call) -> Tensor:
+        matrix = self._matrix(self._last_visits)
+        return call.lines.solve(matrix, self._gradients(call), call.damping)
 
-    def _accounting(self, asked: Asked, model: nn.Module, queries: Any, *_: Any) -> Tensor:
-        return _products(self._matrix(), self._gradients(asked, model, queries))
+    def _accounting(self, call: Call) -> Tensor:
+        return _products(self._matrix(), self._gradients(call))
 
-    def _tracin(self, asked: Asked, model: nn.Module, queries: Any, *_: Any) -> Tensor:
+    def _tracin(self, call: Call) -> Tensor:
         """Learning rates in place of coefficients, gradients at the steps that were kept."""
         ledger, until = self._source.ledger, self._source.until
         kept = sorted({*(step for step in ledger.kept_steps if step < until), until})
-        parts = [torch.zeros(len(self._source.ids), len(queries), dtype=torch.float64)]
+        parts = [torch.zeros(len(self._source.ids), len(call.queries), dtype=torch.float64)]
         for begin, end in pairwise(kept):
             weights = self._source.weights if end == until else ledger.weights(end)
             point = {book.name: weights[book.name] for book in ledger.info.books}
-            directions = gradients_at(asked, point, queries)
+            directions = gradients_at(call.asked, point, call.queries)
             parts.append(_products(self._matrix(self._rates(begin, end)), directions))
         return torch.stack(parts).sum(0)
 
@@ -199,16 +189,14 @@ class Influencer:
 
         return weigh
 
-    def _ekfac(
-        self, asked: Asked, model: nn.Module, queries: Any, method: str, damping: float, *_: Any
-    ) -> Tensor:
+    def _ekfac(self, call: Call) -> Tensor:
         bases = EigenBases(self._matrix(self._last_visits), self._last_visits)
         matrix = self._matrix(self._last_visits, bases.turn)
-        return ekfac(matrix, bases, self._gradients(asked, model, queries), damping)
+        return ekfac(matrix, bases, self._gradients(call), call.damping)
 
-    def _gradients(self, asked: Asked, model: nn.Module, queries: Any) -> Parameters:
-        _, last = ends(model, self._source)
-        return gradients_at(asked, last, queries)
+    def _gradients(self, call: Call) -> Parameters:
+        _, last = ends(call.model, self._source)
+        return gradients_at(call.asked, last, call.queries)
 
     def _matrix(self, weighing: Weighing | None = None, turn: Turn | None = None) -> Contributions:
         grouping = Grouping.by_sample(self._source.numbers)

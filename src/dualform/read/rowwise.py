@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from dualform.ledger import Book
 from dualform.memory.blocks import Bilinear, as_matrix
-from dualform.read.contributions import Source, answers
+from dualform.read.contributions import Source, row_answers
 from dualform.read.grouped import Grouping
-from dualform.read.scan import Scan
 from dualform.read.scores import Array
 
 
@@ -32,16 +32,10 @@ def row_sums(
     """
     chosen = [book for book in (books or source.ledger.info.books) if book.terms]
     sums = {book.name: _zeros(grouping, directions[book.name], source.device) for book in chosen}
-    for span in source.accounting.spans(chosen):
-        for stream in source.ledger.info.streams:
-            fed = [book for book in chosen if stream.name in book.terms]
-            asked = {book.name: _question(book, stream.name, directions) for book in fed}
-            scan = Scan(source.ledger, stream, span.last, source.device, span.first)
-            for chunk in scan if fed else ():
-                groups = grouping.of_chunk(chunk)
-                for book in fed:
-                    found = answers(chunk, book, span, asked[book.name])
-                    sums[book.name].index_add_(0, groups, found.double())
+    for chunk, found in row_answers(source, chosen, partial(_question, directions)):
+        groups = grouping.of_chunk(chunk)
+        for name, part in found.items():
+            sums[name].index_add_(0, groups, part.double())
     return {name: part.cpu().numpy() for name, part in sums.items()}
 
 
@@ -49,7 +43,7 @@ def _zeros(grouping: Grouping, directions: Tensor, device: torch.device | str) -
     return torch.zeros(grouping.count, len(directions), dtype=torch.float64, device=device)
 
 
-def _question(book: Book, stream: str, directions: Mapping[str, Tensor]) -> Bilinear:
+def _question(directions: Mapping[str, Tensor], book: Book, stream: str) -> Bilinear:
     """The directions as a stream sees the parameter."""
     term = book.terms[stream]
     seen = [as_matrix(d, term.view, term.groups) for d in directions[book.name].cpu()]

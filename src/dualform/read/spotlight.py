@@ -122,11 +122,7 @@ class Reading(Shown):
 
     def sums(self, grouping: Grouping) -> Array:
         """(groups, queries): contributions summed over the rows of each group; one scan."""
-        sums = self._zeros(grouping.count)
-        for chunk, found in self._rows:
-            sums.index_add_(0, grouping.of_chunk(chunk), found.double())
-        total: Array = sums.cpu().numpy()
-        return total
+        return self._summed(grouping)[0]
 
     def only(self, queries: Sequence[int]) -> Reading:
         """The same reading of some queries: of one token or patch, where an input has several."""
@@ -216,12 +212,18 @@ class Reading(Shown):
     @cached_property
     def _sums(self) -> tuple[Array, Array]:
         """Contributions by sample (samples, queries) and by step (1 + steps, queries)."""
-        samples, steps = self._zeros(len(self.source.ids)), self._zeros(self.source.until + 1)
+        by_sample = Grouping.by_sample(self.source.numbers)
+        samples, steps = self._summed(by_sample, Grouping.by_step(self.source.until))
+        return samples, steps
+
+    def _summed(self, *groupings: Grouping) -> list[Array]:
+        """(groups, queries) for each grouping, in one scan."""
+        sums = [self._zeros(grouping.count) for grouping in groupings]
         for chunk, found in self._rows:
             contributions = found.double()
-            samples.index_add_(0, self._rows.sample_index(chunk), contributions)
-            steps.index_add_(0, chunk.steps, contributions)
-        return samples.cpu().numpy(), steps.cpu().numpy()
+            for total, grouping in zip(sums, groupings, strict=True):
+                total.index_add_(0, grouping.of_chunk(chunk), contributions)
+        return [total.cpu().numpy() for total in sums]
 
     def _own_rows(self, what: str) -> Iterator[Chunk]:
         """The rows of a matrix product; for others, keys are not vectors to compare."""
