@@ -98,7 +98,7 @@ def test_four_questions(visit: Visit, explorer: Explorer, ask: str) -> None:
     expected = explorer.view("answer", {"query": "1", "ask": ask})
     question = {q["ask"]: q for q in explorer.view("run", {})["questions"]}[ask]
     visit.at("query-1").click()
-    visit.at(f"ask-{ask}").click(force=True)
+    visit.choose(visit.at(f"ask-{ask}"))
     eventually(lambda: visit.evidence("for"), amounts(expected, "for"))
     expect(visit.at("meaning")).to_have_text(question["meaning"])
     expect(visit.at("check")).to_contain_text(expected["note"])

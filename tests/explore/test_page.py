@@ -81,7 +81,7 @@ def test_patches_of_the_query_and_of_a_sample(visit: Visit, patches: Exhibit) ->
     places = visit.at("query-places").get_by_role("radio")
     assert places.count() == whole["places"] == 36
     expect(places.nth(whole["place"])).to_be_checked()
-    places.nth(8).click(force=True)
+    visit.choose(places.nth(8))
     output = str(whole["output"])
     there = explorer.view("answer", asked | {"place": "8"})
     eventually(lambda: visit.evidence("for"), amounts(there, "for"))
@@ -89,7 +89,7 @@ def test_patches_of_the_query_and_of_a_sample(visit: Visit, patches: Exhibit) ->
     eventually(lambda: visit.evidence("for"), amounts(whole, "for"))
     best = str(whole["sides"]["for"]["samples"][0]["id"])
     visit.at(f"card-{best}").get_by_role("button").click()
-    visit.at("acts-places").get_by_role("radio").nth(14).click(force=True)
+    visit.choose(visit.at("acts-places").get_by_role("radio").nth(14))
     only = explorer.view("answer", asked | {"at": "14", "output": output})
     eventually(lambda: visit.evidence("for"), amounts(only, "for"))
     assert "at=14" in visit.page.url
@@ -114,7 +114,7 @@ def test_tokens_and_typed_text(visit: Visit, words: Exhibit) -> None:
     expect(card).to_have_text(best["preview"]["text"].split())
     acts = explorer.view("acts", {"query": "0", "layer": "mix", "id": str(best["id"])})
     assert "--for" in (card.nth(int(np.argmax(acts["places"]))).get_attribute("style") or "")
-    visit.at("query-places").get_by_role("radio").nth(2).click(force=True)
+    visit.choose(visit.at("query-places").get_by_role("radio").nth(2))
     third = explorer.view("answer", {"query": "0", "layer": "mix", "place": "2"})
     eventually(lambda: visit.evidence("against"), amounts(third, "against"))
     visit.at("give").locator("summary").click()

@@ -47,6 +47,11 @@ class Visit:
         """The part with this test hook; frontend/README.md lists them."""
         return self.page.get_by_test_id(name)
 
+    @staticmethod
+    def choose(radio: Locator) -> None:
+        """Clicks the label around a radio button, which is what people see, once it is still."""
+        radio.locator("xpath=..").click()
+
     def value(self, name: str) -> float:
         """The number that is shown there, in full."""
         return float(self.at(name).get_attribute("value", timeout=1000 * PATIENCE) or "nan")

@@ -186,6 +186,7 @@ from pathlib import Path
 from dualform.integrations.session import Session
 
 class Owner: pass
+torch.set_default_dtype(torch.float64)
 owner, model = Owner(), torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 session = Session(owner, model, optimizer, Path(sys.argv[1]))
@@ -204,7 +205,7 @@ def test_a_process_that_ends_commits_what_it_recorded(tmp_path: Path) -> None:
     assert done.stderr.strip() == "broke off; imported nothing"
     run = dualform.open(tmp_path / "run")
     assert run.steps == 4
-    assert run.audit().remainder < 1e-6
+    assert run.audit().remainder < 1e-12
 
 
 @pytest.mark.parametrize(("name", "extra"), [("transformers", "hf"), ("lightning", "lightning")])
