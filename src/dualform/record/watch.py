@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
@@ -27,6 +26,7 @@ from dualform.record.layers import (
     arrangement,
     first_tensor,
     kinds,
+    matrix_use,
     packing_order,
     shared_labels,
     stream_name,
@@ -146,7 +146,6 @@ class Watch:
         self._named = False
         self._find, self._usual = Finder(parameters), usual_axis(model)
         self._mode = Watching(self._find, kinds(), self._take)
-        self._linear = kinds()[F.linear]
         self._depth = 0
         self._root, self._handles = model, list[RemovableHandle]()
         self._owners: dict[nn.Module, list[RemovableHandle]] = {}
@@ -274,9 +273,9 @@ class Watch:
         self._handles += [layer.register_forward_hook(self._see_linear) for layer in layers]
 
     def _see_linear(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        given = (*args, module.weight, module.bias)
-        use = self._linear.use(self._find, F.linear, given, {}, out) if args else None
-        if use is not None:
+        own = module._parameters
+        weight, bias = own["weight"], own["bias"]
+        if args and (use := matrix_use(self._find, out, False, args[0], weight, bias)):
             self._take(use)
 
     # Uses

@@ -4,7 +4,7 @@ from dualform.record.layers.composite import AttentionForward
 from dualform.record.layers.conv import Conv, ConvTranspose
 from dualform.record.layers.elementwise import Expansion, Offset, Repetition, Scale
 from dualform.record.layers.embedding import Embedding, EmbeddingBag, Indexing
-from dualform.record.layers.linear import Linear, MatrixProduct
+from dualform.record.layers.linear import Linear, MatrixProduct, matrix_use
 from dualform.record.layers.norms import ChannelNorm, LayerNorm
 from dualform.record.layers.recurrent import Recurrent
 from dualform.record.layers.rows import expand, inner_products, positions
@@ -76,6 +76,7 @@ __all__ = [
     "first_tensor",
     "inner_products",
     "kinds",
+    "matrix_use",
     "named",
     "packing_order",
     "place",

@@ -134,7 +134,7 @@ class Finder:
 
     def __init__(self, parameters: Mapping[str, Tensor], frozen: bool = False) -> None:
         self._frozen = frozen
-        self._names = {id(p): (name, p) for name, p in parameters.items()}
+        self._whole = {id(p): Found(name, name, p, p) for name, p in parameters.items()}
         self._sites: dict[Hashable, Site | None] = {}
         self.labels: dict[str, str] = {}
         """What shared parameters are called in the module that is running."""
@@ -147,25 +147,25 @@ class Finder:
 
     def __call__(self, tensor: Any) -> Found | None:
         """The parameter behind a tensor that is trained, or None."""
-        if not isinstance(tensor, Tensor):
-            return None
-        known = self._names.get(id(tensor))
+        known = self._whole.get(id(tensor))
         if known is None:
-            base = tensor._base
-            known = None if base is None else self._names.get(id(base))
+            base = getattr(tensor, "_base", None)
+            known = None if base is None else self._whole.get(id(base))
             if known is None or not _distinct(tensor):
                 return None
-        name, parameter = known
-        if not (parameter.requires_grad or self._frozen):
+        if not (self._frozen or known.parameter.requires_grad):
             return None
-        return Found(name, self.labels.get(name, name), parameter, tensor)
+        if tensor is known.parameter and not self.labels:
+            return known
+        return known._replace(label=self.labels.get(known.book, known.book), given=tensor)
 
     def site(self, key: Hashable, build: Callable[[], Site]) -> Site | None:
         """The site known under a key, made at the first call; None where it feeds no book."""
-        if key not in self._sites:
+        try:
+            return self._sites[key]
+        except KeyError:
             site = build()
-            self._sites[key] = site if site.terms else None
-        return self._sites[key]
+            return self._sites.setdefault(key, site if site.terms else None)
 
 
 def _distinct(tensor: Tensor) -> bool:

@@ -53,12 +53,11 @@ def when_errors_come(use: Seen, action: Callable[[Sequence[Tensor | None]], None
     The hook is on the node, not on the tensor, which may yet be changed in place.
     """
     outputs = use.outputs
-    nodes = [node for out in outputs if (node := out.grad_fn) is not None]
     use.let_go()
     if len(outputs) == 1:
-        for node in nodes:
+        if (node := outputs[0].grad_fn) is not None:
             node.register_prehook(action)
-    elif nodes:
+    elif any(out.grad_fn is not None for out in outputs):
         torch.autograd.graph.register_multi_grad_hook(outputs, action)
 
 
