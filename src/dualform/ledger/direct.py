@@ -71,13 +71,14 @@ class Stage:
 
     def take(self, chunk: Tensor) -> None:
         """Adds bytes; torch copies them, and leaves the interpreter to others meanwhile."""
-        while len(chunk):
-            part = chunk[: STAGE_BYTES - self._filled]
-            self._bytes[self._filled : self._filled + len(part)].copy_(part)
-            self._filled += len(part)
-            if self._filled == STAGE_BYTES:
+        done, size = 0, chunk.numel()
+        while done < size:
+            part = chunk[done : done + STAGE_BYTES - self._filled]
+            end = self._filled + part.numel()
+            self._bytes[self._filled : end].copy_(part)
+            done, self._filled = done + part.numel(), end
+            if end == STAGE_BYTES:
                 self._pass_on()
-            chunk = chunk[len(part) :]
 
     def finish(self) -> None:
         """Writes the rest, as whole blocks, cuts the file to its length and makes it durable."""

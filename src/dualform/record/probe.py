@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Stream, Term
-from dualform.record.layers import inner_products, positions, sample_major
+from dualform.record.layers import inner_products, sample_major
 from dualform.record.layers.conv import at_positions
 from dualform.record.tape import Page
 from dualform.record.watch import Port
@@ -217,10 +217,9 @@ def probe_rows(
 ) -> tuple[Tensor, Tensor]:
     """The probe of some records by step (steps, numbers), and the size of its terms (steps,)."""
     wide = torch.promote_types(records.values.dtype, torch.float32)
-    at = records.at.to(records.values.device)
     values = records.values.to(wide)
     if term.form == "lookup":
-        return _probe_lookup(term, records.keys[:, 0], values, at, look, steps)
+        return _probe_lookup(term, records, values, look, steps)
     keys = records.keys.to(wide)
     inner = None
     if term.form == "outer":
@@ -228,10 +227,9 @@ def probe_rows(
         inner = inner_products(stream, keys, _part(look.vectors, term, stream).to(keys))
     if stream.layout:
         values = at_positions(stream, values).flatten(0, 1)
-        at = at.repeat_interleave(positions(stream))
     if term.form == "scale":
         values = values * keys
-    return _probe_blocks(term, values, inner, at, look, steps)
+    return _probe_blocks(term, values, inner, records.segments[:, 0], look, steps)
 
 
 def _part(vectors: Tensor, term: Term, stream: Stream) -> Tensor:
@@ -244,33 +242,43 @@ def _part(vectors: Tensor, term: Term, stream: Stream) -> Tensor:
 def _probe_blocks(
     term: Term, a: Tensor, inner: Tensor | None, at: Tensor, look: Look, steps: int
 ) -> tuple[Tensor, Tensor]:
-    """For rows `a ⊗ b`: a at the rows looked at, times what b gives with the vectors."""
+    """For rows `a ⊗ b`: a at the rows looked at, times what b gives with the vectors.
+
+    `at` has the step of each segment; all segments have the same number of rows.
+    """
     top, height = term.at[0], a.shape[1]
     first, last = max(look.rows.start, top), min(look.rows.stop, top + height)
     w = torch.zeros(steps, look.height, look.numbers // look.height, dtype=torch.float64)
-    if first >= last:
+    if first >= last or not a.numel():
         return w.flatten(1), torch.zeros(steps, dtype=torch.float64)
-    a = a[:, first - top : last - top]
-    size = torch.linalg.vector_norm(a, dim=1)
-    terms = a[:, :, None]
-    if inner is not None:
-        size = size * torch.linalg.vector_norm(inner, dim=(1, 2))
-        if (groups := inner.shape[1]) > 1:
-            places = torch.arange(first - top, last - top, device=a.device)
-            inner = inner[:, places * groups // height]
-        terms = terms * inner
-    w[:, first - look.rows.start : last - look.rows.start] = _sum_by(at, terms, steps)
-    return w.flatten(1), _sum_by(at, size, steps)
+    a = a.reshape(len(at), -1, height)[:, :, first - top : last - top]
+    size = torch.linalg.vector_norm(a, dim=2)
+    if inner is None:
+        sums = a.sum(1)[..., None]
+    else:
+        inner = inner.reshape(len(at), -1, *inner.shape[1:])
+        size = size * torch.linalg.vector_norm(inner, dim=(2, 3))
+        groups = torch.arange(first - top, last - top, device=a.device) * inner.shape[2] // height
+        sums = _products(a, inner, groups)
+    w[:, first - look.rows.start : last - look.rows.start] = _sum_by(at, sums, steps)
+    return w.flatten(1), _sum_by(at, size.sum(1), steps)
+
+
+def _products(a: Tensor, inner: Tensor, groups: Tensor) -> Tensor:
+    """`Σ a inner` over the rows of each segment; `groups` has the group of each entry of a."""
+    if inner.shape[2] == 1:
+        return a.mT @ inner[:, :, 0]
+    return torch.einsum("snh,snhv->shv", a, inner[:, :, groups])
 
 
 def _probe_lookup(
-    term: Term, places: Tensor, values: Tensor, at: Tensor, look: Look, steps: int
+    term: Term, records: StreamRows, values: Tensor, look: Look, steps: int
 ) -> tuple[Tensor, Tensor]:
     """For rows of a table: what the errors give with the vectors, place by place."""
     assert look.vectors is not None
-    left = term.at[1]
+    at, left = records.at.to(values.device), term.at[1]
     inner = values @ look.vectors[left : left + values.shape[1]].to(values)
-    local = places + term.at[0] - look.rows.start
+    local = records.keys[:, 0] + term.at[0] - look.rows.start
     seen = (local >= 0) & (local < look.height)
     where = at[seen] * look.height + local[seen]
     w = _sum_by(where, inner[seen], steps * look.height).reshape(steps, -1)
@@ -327,7 +335,7 @@ def _without_discarded(account: Evidence, at: int, factor: Tensor) -> tuple[Evid
 
 def _sum_by(at: Tensor, terms: Tensor, count: int) -> Tensor:
     sums = torch.zeros(count, *terms.shape[1:], dtype=terms.dtype, device=terms.device)
-    return sums.index_add_(0, at, terms).to("cpu", torch.float64)
+    return sums.index_add_(0, at.to(terms.device), terms).to("cpu", torch.float64)
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
