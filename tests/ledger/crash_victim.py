@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 import dualform
+from dualform.ledger import writer
 
 
-def main(path: Path, resume: bool) -> None:
+def main(path: Path, resume: bool, side_by_side: int) -> None:
+    writer.SIDE_BY_SIDE = side_by_side
     state_file = path.parent / "state.pt"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -25,7 +27,7 @@ def main(path: Path, resume: bool) -> None:
     with dualform.record(model, optimizer, path, **settings) as recorder:
         print("started", recorder.step, flush=True)
         while True:
-            for _ in range(3):
+            for _ in range(9):
                 recorder.samples(range(8))
                 model(torch.randn(8, 16)).square().mean().backward()
                 optimizer.step()
@@ -38,4 +40,4 @@ def main(path: Path, resume: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "resume")
+    main(Path(sys.argv[1]), sys.argv[2] == "resume", int(sys.argv[3]))

@@ -17,9 +17,9 @@ import dualform
 VICTIM = Path(__file__).with_name("crash_victim.py")
 
 
-def run_and_kill(path: Path, mode: str, delay: float) -> int:
+def run_and_kill(path: Path, mode: str, delay: float, side_by_side: int = 0) -> int:
     """Runs a victim and kills it `delay` seconds into training; returns the step it promised."""
-    command = [sys.executable, str(VICTIM), str(path), mode]
+    command = [sys.executable, str(VICTIM), str(path), mode, str(side_by_side)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
         assert victim.stdout is not None
         started = victim.stdout.readline()
@@ -38,7 +38,8 @@ def crash_loop(folder: Path, kills: int, seed: int) -> None:
     moments = random.Random(seed)
     path, mode = folder / "run", "new"
     for _ in range(kills):
-        promised = run_and_kill(path, mode, moments.uniform(0.0, 0.25))
+        side_by_side = moments.choice([0, 3])
+        promised = run_and_kill(path, mode, moments.uniform(0.0, 0.25), side_by_side)
         run = dualform.open(path)
         assert run.steps >= promised
         assert run.check() == []
@@ -63,11 +64,13 @@ def test_killed_two_hundred_times(seed: int, tmp_path: Path) -> None:
 def test_a_second_process_is_turned_away(tmp_path: Path) -> None:
     """While one process records, another gets an error; after its death, the run is free."""
     command = [sys.executable, str(VICTIM), str(tmp_path / "run")]
-    with subprocess.Popen([*command, "new"], stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen([*command, "new", "0"], stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         while not first.stdout.readline().startswith("step"):
             time.sleep(0.01)
-        second = subprocess.run([*command, "resume"], capture_output=True, text=True, check=False)
+        second = subprocess.run(
+            [*command, "resume", "0"], capture_output=True, text=True, check=False
+        )
         assert "RunLockedError: another process is recording into" in second.stderr
         first.kill()
     assert run_and_kill(tmp_path / "run", "resume", 0.3) > 0

@@ -12,7 +12,7 @@ import torch
 Item = TypeVar("Item")
 
 
-def _compute_alone() -> None:
+def compute_alone() -> None:
     """Keeps torch from starting helper threads for this one: training needs the cores.
 
     The setting is the calling thread's, but also the default of threads to come; a thread that
@@ -67,7 +67,7 @@ class Background(Generic[Item]):
             raise self._error
 
     def _run(self) -> None:
-        _compute_alone()
+        compute_alone()
         while (item := self._queue.get()) is not None:
             try:
                 if self._error is None:

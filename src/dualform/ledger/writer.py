@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,11 @@ from dualform.ledger.format import (
     write_durably,
 )
 from dualform.ledger.reader import Ledger
+from dualform.ledger.shards import Shards
 from dualform.ledger.tensors import write_tensors
+
+SIDE_BY_SIDE = min(4, (os.cpu_count() or 1) // 4)
+"""How many shards may be under way: none where training needs all the processors there are."""
 
 
 @dataclass
@@ -67,6 +72,7 @@ class LedgerWriter:
         self.path = path
         self._lock = lock
         self._blocks: list[Block] = []
+        self._shards = Shards(SIDE_BY_SIDE)
         self._files = 0
         self.committed = int(start["step"])
         self.folder = path / f"writer-{number:04d}-{secrets.token_hex(4)}"
@@ -120,28 +126,28 @@ class LedgerWriter:
     def append(self, block: Block) -> None:
         """Takes a block into memory; `flush` makes it durable."""
         if any(not _continues(block, earlier) for earlier in self._blocks):
-            self.flush()
+            self.pass_on()
         self._blocks.append(block)
 
+    def pass_on(self) -> None:
+        """Begins to write everything taken so far as one shard.
+
+        It is committed when it is durable, and all before it are.
+        """
+        if self._blocks:
+            blocks, self._blocks = self._blocks, []
+            write = partial(self._write, self._next_file(), _merge(blocks))
+            self._shards.begin(write, partial(self._commit_rows, blocks))
+
     def flush(self) -> None:
-        """Writes everything taken so far as one shard and commits it."""
-        if not self._blocks:
-            return
-        blocks, self._blocks = self._blocks, []
-        record = self._write(_merge(blocks))
-        notes = [note for block in blocks for note in block.notes]
-        span = {"first": blocks[0].first, "last": blocks[-1].last}
-        streams = [asdict(declared) for block in blocks for declared in block.streams]
-        self._commit({"kind": "rows", **record, **span, "notes": notes, "streams": streams})
-        self.committed = blocks[-1].last
-        for block in blocks:
-            if block.written is not None:
-                block.written()
+        """Writes everything taken so far, and returns when it is committed."""
+        self.pass_on()
+        self._shards.wait()
 
     def weights(self, step: int, weights: Mapping[str, Tensor], mark: str) -> None:
         """Keeps the parameters as they were after `step`; `mark` says why (see FORMAT.md)."""
         self.flush()
-        record = self._write({name: [w] for name, w in weights.items()})
+        record = self._write(self._next_file(), {name: [w] for name, w in weights.items()})
         self._commit({"kind": "weights", **record, "step": step, "mark": mark})
 
     def close(self) -> None:
@@ -152,20 +158,33 @@ class LedgerWriter:
             self.abandon()
 
     def abandon(self) -> None:
-        """Gives the run free without writing what is pending."""
+        """Gives the run free without writing what has not been passed on."""
         if self._log >= 0:
+            self._shards.close()
             os.close(self._log)
             self._log = -1
             self._lock.release()
 
-    def _write(self, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+    def _next_file(self) -> str:
         self._files += 1
-        name = f"{self._files:08d}.safetensors"
+        return f"{self._files:08d}.safetensors"
+
+    def _write(self, name: str, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
         try:
             length, checksum = write_tensors(self.folder / name, arrays)
         except OSError as error:
             raise self._failure(error) from error
         return {"file": name, "bytes": length, "crc32": checksum}
+
+    def _commit_rows(self, blocks: Sequence[Block], record: dict[str, Any]) -> None:
+        notes = [note for block in blocks for note in block.notes]
+        span = {"first": blocks[0].first, "last": blocks[-1].last}
+        streams = [asdict(declared) for block in blocks for declared in block.streams]
+        self._commit({"kind": "rows", **record, **span, "notes": notes, "streams": streams})
+        self.committed = blocks[-1].last
+        for block in blocks:
+            if block.written is not None:
+                block.written()
 
     def _commit(self, record: dict[str, Any]) -> None:
         line = seal_line(record).encode()

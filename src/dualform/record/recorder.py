@@ -192,6 +192,7 @@ class Recorder:
             self._hand_over(flush=True, mark="" if broken_off else "final")
         finally:
             self._background.close()
+        self._writer.flush()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -319,9 +320,10 @@ class Recorder:
             if block is not None:
                 block.written = partial(self._give_back, parcel.pages)
                 self._writer.append(block)
-        if parcel.flush or error is not None:
-            self._writer.flush()
+        if parcel.flush:
+            self._writer.pass_on()
         if error is not None:
+            self._writer.flush()
             raise error
         if parcel.weights is not None and parcel.step:
             weights = {name: to_host(weight) for name, weight in parcel.weights.items()}
