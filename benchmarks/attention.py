@@ -46,8 +46,8 @@ def layers(device: str) -> dict[str, Layer]:
         from dualform.attention.kernels_pool import scaled_heads_attention
 
         route = partial(scaled_heads_attention, factors=FACTORS, scale=None)
-        found["scaled_heads, packed"] = partial(route, route="packed")
-        found["scaled_heads, parallel"] = partial(route, route="parallel")
+        for name in ("packed", "in turn", "parallel"):
+            found[f"scaled_heads, {name}"] = partial(route, route=name)
     return found
 
 

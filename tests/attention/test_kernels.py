@@ -36,12 +36,12 @@ for B, H, N, D in ((2, 3, 70, 8), (1, 2, 600, 16), (1, 1, 700, 24), (1, 1, 1, 8)
     assert torch.equal(*pair)
 """
 POOL = """
-from dualform.attention.kernels_pool import _Pool, layout_of, scaled_heads_attention
+from dualform.attention.kernels_pool import _Pool, layouts_of, scaled_heads_attention
 
 factors = (1, 2, 4, 8)
 for B, H, S, D in ((2, 4, 70, 8), (1, 8, 64, 16)):
     q, k, v = make(B, H, 50, D), make(B, H, S, D), make(B, H, S, D)
-    layout = layout_of((B, H, 50), S, factors, k.device)
+    layout, _ = layouts_of((B, H, 50), S, factors, k.device)
     def packed(k, v):
         return torch.cat(_Pool.apply(k, v, layout, True), -1)
     def plain(k, v):
@@ -50,9 +50,25 @@ for B, H, S, D in ((2, 4, 70, 8), (1, 8, 64, 16)):
     check(packed, plain, k, v)
     lengths = [len(shorten(k[0, 0], v[0, 0], factors[h * 4 // H]).k) for h in range(H)] * B
     assert layout.keys.diff().tolist() == lengths and layout.queries.diff().tolist() == [50] * B * H
-    def parallel(q, k, v):
-        return scaled_heads_attention(q, k, v, factors, None, "parallel")
-    check(parallel, attention.scaled_heads, q, k, v)
+    for route in ("in turn", "parallel"):
+        def fused(q, k, v):
+            return scaled_heads_attention(q, k, v, factors, None, route)
+        check(fused, attention.scaled_heads, q, k, v)
+
+def parallel(q, k, v, factors=(3, 1)):
+    return scaled_heads_attention(q, k, v, factors, None, "parallel")
+check(parallel, lambda *given: attention.scaled_heads(*given, factors=(3, 1)), q, k, v)
+assert torch.equal(parallel(q, k, v, (1,)), attention.softmax(q, k, v))
+leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+loss = parallel(*leaves).square().sum()
+once, again = (torch.autograd.grad(loss, leaves, retain_graph=kept) for kept in (True, False))
+assert all(map(torch.equal, once, again))
+try:
+    torch.autograd.grad(loss, leaves)
+except RuntimeError as error:
+    assert "second time" in str(error)
+else:
+    raise AssertionError("what a call keeps outlives its backward pass")
 """
 LINEAR = """
 from dualform.attention import kernels_linear

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from dualform.cli import cli
-from dualform.errors import ReadingError
+from dualform.errors import ReadingError, RetrainingError
 from dualform.studies import uea
 from dualform.studies.series import Series, data_folder, load
 
@@ -124,6 +126,17 @@ def test_from_the_shell(data: Path, tmp_path: Path) -> None:
     assert set(rows[0]) >= {"accuracy", "interval", "distance", "mflops", "kept_mb"}
 
 
+def test_workers_find_the_same_in_the_same_order(data: Path) -> None:
+    chosen: dict[str, Any] = {"datasets": ["Tiny"], "kinds": ["softmax", "linear"], "epochs": 2}
+    here, elsewhere = (uea.study(data, seeds=2, workers=n, **chosen) for n in (0, 2))
+    assert [(r.kind, r.seed) for r in here] == [
+        (kind, seed) for seed in range(2) for kind in ("softmax", "linear")
+    ]
+    for one, other in zip(here, elsewhere, strict=True):  # threads may add up in another order
+        assert one.distance == pytest.approx(other.distance, rel=1e-4)
+        assert replace(one, distance=0, seconds=0) == replace(other, distance=0, seconds=0)
+
+
 def test_errors(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DUALFORM_DATA", raising=False)
     with pytest.raises(ReadingError, match="say where the data are: --data DIR, or DUALFORM_DATA"):
@@ -132,3 +145,5 @@ def test_errors(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         load(data, "Other")
     with pytest.raises(ReadingError, match="kind 'ridge' is not in this study; it has softmax"):
         uea.study(data, kinds=["ridge"])
+    with pytest.raises(RetrainingError, match=r"Tiny, softmax, seed 0: RuntimeError: .*nowhere"):
+        uea.study(data, datasets=["Tiny"], device="nowhere")

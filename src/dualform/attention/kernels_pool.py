@@ -1,18 +1,19 @@
 """Attention-SH: keys and values of all heads are pooled at once, in Triton.
 
-Blocks of all heads lie one after the other, sample by sample. Two routes lead from there to torch's
-fused kernels. "packed": every head of every sample is a sequence of its own length for one call of
-flash attention; the host has little to do. "parallel": a call for all heads of a factor, beside
-the others on a stream of its own; the device has less to do, since its kernels for this are faster.
+Blocks of all heads lie one after the other, sample by sample. Three routes lead from there to
+torch's fused kernels. "packed": every head of every sample is a sequence of its own length for one
+call of flash attention; the host has little to do. "in turn": a call for all heads of a factor,
+then the next; the device has less to do, since its kernels for this are faster. "parallel": these
+calls beside each other, each with all that goes before and after it, in a captured CUDA graph.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from functools import cache, lru_cache
+from itertools import accumulate, chain
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 import triton
@@ -23,12 +24,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from dualform.attention.kernels_tiles import put, rows_of
 
-SHORT = 2048
+SHORT = 4096
 """Queries below which the host is slower than the device, unless a CUDA graph is captured."""
-LONG = 8192
-"""Queries from which on the device is busy enough for the host to spend time on streams."""
 BLOCK = 64
 """Rows of a tile."""
+MEANS = 16
+"""The same where each is the mean of several."""
 
 
 class Layout(NamedTuple):
@@ -38,7 +39,7 @@ class Layout(NamedTuple):
     shape: tuple[int, int]
     """Samples, and heads of a factor."""
     blocks: tuple[int, ...]
-    """(factors,) blocks of a head."""
+    """(factors,) blocks of a head; 0 where its keys are read as they are."""
     each: Tensor
     """(B·H,) keys in a block."""
     queries: Tensor
@@ -62,20 +63,23 @@ def scaled_heads_attention(
     y = scaled_heads_attention(q, k, v, factors=(1, 2, 4, 8), scale=None)
     ```
     """
-    layout = layout_of(tuple(q.shape[:3]), k.shape[2], factors, q.device)
-    if (route or _route(q)) == "packed":
+    route = route or _route(q)
+    layout, short_layout = layouts_of(tuple(q.shape[:3]), k.shape[2], factors, q.device)
+    q, k, v = (rows_of(x) for x in (q, k, v))
+    if route == "parallel":
+        return cast(Tensor, _Parallel.apply(q, k, v, short_layout, scale))
+    if route == "packed":
         k, v = _Pool.apply(k, v, layout, True)
         return _packed(q, k, v, layout, scale)
     short, count = _Pool.apply(k, v, layout, False), len(factors)
     groups = zip(q.chunk(count, 1), short[:count], short[count:], strict=True)
-    calls = [partial(scaled_dot_product_attention, *group, scale=scale) for group in groups]
-    pays = q.shape[-2] >= LONG or (q.is_cuda and torch.cuda.is_current_stream_capturing())
-    return torch.cat(in_parallel(calls, q.device, pays), 1)
+    return torch.cat([scaled_dot_product_attention(*group, scale=scale) for group in groups], 1)
 
 
 def _route(q: Tensor) -> str:
-    short = q.shape[-2] < SHORT and not torch.cuda.is_current_stream_capturing()
-    return "packed" if short else "parallel"
+    if torch.cuda.current_stream(q.device) != torch.cuda.default_stream(q.device):
+        return "parallel"  # where graphs are captured, and warmed up, which must go the same way
+    return "packed" if q.shape[-2] < SHORT else "in turn"
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None) -> Tensor:
@@ -87,53 +91,128 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None
     return y.view(*q.shape[:-1], v.shape[-1])
 
 
-def in_parallel(
-    calls: Sequence[Callable[[], Tensor]], device: torch.device, pays: bool = True
-) -> list[Tensor]:
-    """What the calls return; each on a stream of its own, as its backward pass will be.
+Streams: TypeAlias = tuple[torch.cuda.Stream | None, ...]
+"""One for each factor; None is the stream that all else is on."""
 
-    Streams take the host's time, so that they pay where the device has much to do, or where the
-    host has nothing to do since a CUDA graph is captured; elsewhere calls follow each other.
 
-    ```python
-    in_parallel([lambda: torch.ones(1), lambda: torch.zeros(1)], torch.device("cuda"))
-    ```
-    """
-    if device.type != "cuda" or not pays:
-        return [call() for call in calls]
-    here, found = torch.cuda.current_stream(device), []
-    streams = _streams(here, len(calls))
-    for stream, call in zip(streams, calls, strict=True):
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            found.append(call())
-    for stream in streams:
-        here.wait_stream(stream)
-    return found
+def _streams(q: Tensor, factors: tuple[int, ...]) -> Streams:
+    if not q.is_cuda:
+        return (None,) * len(factors)
+    return _streams_beside(torch.cuda.current_stream(q.device), factors)
 
 
 @cache
-def _streams(here: torch.cuda.Stream, count: int) -> list[torch.cuda.Stream]:
-    """Streams for the work of `here` alone: what is freed on them is used again only after it."""
-    return [torch.cuda.Stream(here.device) for _ in range(count)]
+def _streams_beside(here: torch.cuda.Stream, factors: tuple[int, ...]) -> Streams:
+    """Streams for the work of `here` alone: what is freed on them is used again only after it.
+
+    The longest calls give way, and fill what the others leave.
+    """
+    longest = min(factors)
+    return tuple(torch.cuda.Stream(here.device, priority=-(s > longest)) for s in factors)
+
+
+def _part(streams: Iterable[torch.cuda.Stream | None]) -> None:
+    """Each stream goes on from here."""
+    for stream in filter(None, streams):
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+
+def _meet(streams: Streams) -> None:
+    """Here goes on from all streams."""
+    for stream in filter(None, streams):
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 @lru_cache(maxsize=64)
-def layout_of(
+def layouts_of(
     shape: tuple[int, ...], S: int, factors: tuple[int, ...], device: torch.device
-) -> Layout:
-    """The layout for queries of shape (B, H, L); made once, since it is copied to the device.
+) -> tuple[Layout, Layout]:
+    """Layouts for queries of shape (B, H, L): of all heads, and of those that are pooled.
+
+    Made once, and both, since they are copied to the device, which a graph being captured forbids.
 
     ```python
-    layout_of((2, 8, 100), 100, (1, 2, 4, 8), torch.device("cuda"))
+    layouts_of((2, 8, 100), 100, (1, 2, 4, 8), torch.device("cuda"))
     ```
     """
+    blocks = tuple(-(-S // s) for s in factors)
+    short = tuple(n if s > 1 else 0 for n, s in zip(blocks, factors, strict=True))
+    return _layout(shape, factors, blocks, device), _layout(shape, factors, short, device)
+
+
+def _layout(
+    shape: tuple[int, ...], factors: tuple[int, ...], blocks: tuple[int, ...], device: torch.device
+) -> Layout:
     B, H, L = shape
-    heads, blocks = H // len(factors), tuple(-(-S // s) for s in factors)
+    heads = H // len(factors)
     each, lengths = ([x for x in xs for _ in range(heads)] * B for xs in (factors, blocks))
     tables = each, [L * n for n in range(B * H + 1)], [0, *accumulate(lengths)]
     ints = (torch.tensor(x, dtype=torch.int32, device=device) for x in tables)
     return Layout(factors, (B, heads), blocks, *ints)
+
+
+class _Parallel(torch.autograd.Function):
+    """All calls, each on its stream, where its parts of the whole tensors are written too.
+
+    What torch keeps of a call for its backward pass hangs on its output, which is saved here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None
+    ) -> Tensor:
+        y, streams = torch.empty_like(q), _streams(q, layout.factors)
+        parts, leaves = [], _leaves(q, k, v, layout, streams)
+        for stream, group, out in zip(streams, leaves, y.chunk(len(streams), 1), strict=True):
+            with torch.cuda.stream(stream):
+                with torch.enable_grad():
+                    parts.append(scaled_dot_product_attention(*group, scale=scale))
+                _copy(parts[-1], out)
+        _meet(streams)
+        ctx.save_for_backward(*parts, *chain(*leaves))
+        ctx.layout, ctx.streams, ctx.shapes = layout, streams, (q.shape, k.shape, v.shape)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        count, saved = len(ctx.streams), ctx.saved_tensors
+        wholes = [dy.new_empty(shape) for shape in ctx.shapes]
+        split = [x.chunk(count, 1) for x in (dy, *wholes)]
+        _part(ctx.streams)
+        for i in reversed(range(count)):
+            e, out_q, out_k, out_v = (x[i] for x in split)
+            leaves = saved[count + 3 * i : count + 3 * i + 3]
+            with torch.cuda.stream(ctx.streams[i]):
+                dq, dk, dv = torch.autograd.grad(saved[i], leaves, e, retain_graph=True)
+                _copy(dq, out_q)
+                _spread(dk, dv, out_k, out_v, ctx.layout.factors[i])
+        _meet(ctx.streams)
+        return (*wholes, None, None)
+
+
+def _leaves(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, streams: Streams
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values of each factor's heads; calls without pooling do not wait for it."""
+    pools = [factor > 1 for factor in layout.factors]
+    _part(stream for stream, waits in zip(streams, pools, strict=True) if not waits)
+    short = [layout.groups(x) for x in _pooled(k, v, layout)]
+    _part(stream for stream, waits in zip(streams, pools, strict=True) if waits)
+    groups = zip(pools, *(x.chunk(len(pools), 1) for x in (q, k, v)), *short, strict=True)
+    return [
+        (_leaf(q), *((_leaf(short_k), _leaf(short_v)) if pooled else (_leaf(k), _leaf(v))))
+        for pooled, q, k, v, short_k, short_v in groups
+    ]
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def _copy(x: Tensor, out: Tensor) -> None:
+    """Eight bytes at a time, where torch would take two."""
+    out.view(torch.int64).copy_(rows_of(x).view(torch.int64))
 
 
 class _Pool(torch.autograd.Function):
@@ -141,16 +220,9 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, layout: Layout, packed: bool) -> tuple[Tensor, ...]:
-        k, v = rows_of(k), rows_of(v)
-        B, H, S, D = k.shape
-        count = B * layout.shape[1] * sum(layout.blocks)
-        out_k, out_v = k.new_empty(count, D), v.new_empty(count, D)
-        _pool_kernel[(B * H, triton.cdiv(max(layout.blocks), BLOCK))](
-            k, v, out_k, out_v, layout.each, layout.keys, *k.stride()[:3], *v.stride()[:3],
-            H, S, **_options(D)
-        )  # fmt: skip
         ctx.layout, ctx.shape, ctx.packed = layout, k.shape, packed
-        return (out_k, out_v) if packed else (*layout.groups(out_k), *layout.groups(out_v))
+        rows = _pooled(k, v, layout)
+        return rows if packed else (*layout.groups(rows[0]), *layout.groups(rows[1]))
 
     @staticmethod
     @once_differentiable
@@ -165,18 +237,30 @@ class _Pool(torch.autograd.Function):
         return dk, dv, None, None
 
 
+def _pooled(k: Tensor, v: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Means of blocks, where the layout has them."""
+    B, H, S, D = k.shape
+    count = B * layout.shape[1] * sum(layout.blocks)
+    out_k, out_v = k.new_empty(count, D), v.new_empty(count, D)
+    _pool_kernel[(B * H, triton.cdiv(max(layout.blocks), MEANS))](
+        k, v, out_k, out_v, layout.each, layout.keys, *k.stride()[:3], *v.stride()[:3],
+        H, S, **_options(D, MEANS)
+    )  # fmt: skip
+    return out_k, out_v
+
+
 def _spread(dk: Tensor, dv: Tensor, out_k: Tensor, out_v: Tensor, factor: int) -> None:
     """The gradient of a block's mean, shared out among its keys."""
     dk, dv = rows_of(dk), rows_of(dv)
     B, H, S, D = out_k.shape
     _spread_kernel[(B * H, triton.cdiv(S, BLOCK))](
         dk, dv, out_k, out_v, *dk.stride()[:3], *dv.stride()[:3], *out_k.stride()[:3],
-        H, S, factor, **_options(D)
+        H, S, factor, **_options(D, BLOCK)
     )  # fmt: skip
 
 
-def _options(D: int) -> dict[str, int]:
-    return {"D": D, "DP": triton.next_power_of_2(D), "BLOCK": BLOCK, "num_warps": 4}
+def _options(D: int, rows: int) -> dict[str, int]:
+    return {"D": D, "DP": triton.next_power_of_2(D), "BLOCK": rows, "num_warps": 4}
 
 
 @triton.jit
@@ -192,7 +276,7 @@ def _pool_kernel(
 ):  # fmt: skip
     head, start = tl.program_id(0), tl.program_id(1) * BLOCK
     factor, place = tl.load(factors + head), tl.load(places + head).to(tl.int64)
-    blocks = (S + factor - 1) // factor
+    blocks = (tl.load(places + head + 1) - place).to(tl.int32)
     if start < blocks:
         b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
         block = start + tl.arange(0, BLOCK)

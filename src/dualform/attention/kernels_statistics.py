@@ -77,7 +77,7 @@ def _launches(q: Tensor, k: Tensor) -> tuple[list[dict[str, Any]], tuple[int, ..
     rows = ROWS * triton.cdiv(max(L, S), ROWS * PARTS)
     parts = triton.cdiv(max(L, S), rows)
     padded = triton.next_power_of_2(D)
-    shapes = {"D": D, "DP": padded, "BLOCK": max(16, 16384 // padded), "num_warps": 8}
+    shapes = {"D": D, "DP": padded, "BLOCK": max(16, 8192 // padded), "num_warps": 8}
     shapes["PARTS"] = triton.next_power_of_2(parts)
     steps = [(True, True)] if parts == 1 else [(True, False), (False, True)]
     launches = [{"FIRST": first, "SECOND": second, **shapes} for first, second in steps]
@@ -128,11 +128,14 @@ def _forward_kernel(
     total = tl.zeros((DP,), tl.float32)
     squares = tl.zeros((DP,), tl.float32)
     if FIRST:
-        for start in tl.range(begin, last_k, BLOCK):
+        x_sum = tl.zeros((BLOCK, DP), tl.float32)
+        xx_sum = tl.zeros((BLOCK, DP), tl.float32)
+        for start in tl.range(begin, last_k, BLOCK, loop_unroll_factor=2):
             x, inside = tile(k, start, last_k, k_s, D, DP, BLOCK)
             x = tl.where(inside, x - first[None, :], 0.0)
-            total += tl.sum(x, 0)
-            squares += tl.sum(x * x, 0)
+            x_sum += x
+            xx_sum += x * x
+        total, squares = tl.sum(x_sum, 0), tl.sum(xx_sum, 0)
         if not SECOND:
             _put_pair(total, squares, sums + (head * parts + part) * 2 * D, D, DP)
     if SECOND:
@@ -156,8 +159,6 @@ def _backward_kernel(
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     head, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    if not FIRST:  # what was read last comes first: the cache still holds it
-        head = tl.num_programs(0) - 1 - head
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     dq += b * q_b + h * q_h
     k += b * k_b + h * k_h
@@ -168,21 +169,27 @@ def _backward_kernel(
     total = tl.zeros((DP,), tl.float32)
     products = tl.zeros((DP,), tl.float32)
     if FIRST:
+        e_sum = tl.zeros((BLOCK, DP), tl.float32)
         for start in tl.range(begin, last_q, BLOCK):
             e, inside = tile(dq, start, last_q, q_s, D, DP, BLOCK)
-            total += tl.sum(e, 0)
+            e_sum += e
             put(e * r[None, :], dq, start, q_s, inside, DP, BLOCK)
-        for start in tl.range(begin, last_k, BLOCK):
+        total = tl.sum(e_sum, 0)
+        ex_sum = tl.zeros((BLOCK, DP), tl.float32)
+        for start in tl.range(begin, last_k, BLOCK, loop_unroll_factor=2):
             x, _ = tile(k, start, last_k, k_s, D, DP, BLOCK)
             e, _ = tile(dk, start, last_k, d_s, D, DP, BLOCK)
-            products += tl.sum(e * (x - mean[None, :]), 0)
+            ex_sum += e * (x - mean[None, :])
+        products = tl.sum(ex_sum, 0)
         if not SECOND:
             _put_pair(total, products, sums + (head * parts + part) * 2 * D, D, DP)
     if SECOND:
         if not FIRST:
             total, products = _added(sums, head, parts, D, DP, PARTS)
         by_mean, by_variance = beta * r * total / S, 2.0 * r * products / S
-        for start in tl.range(begin, last_k, BLOCK):
+        blocks = tl.cdiv(last_k - begin, BLOCK)
+        for i in tl.range(0, blocks):
+            start = begin + (blocks - 1 - i) * BLOCK  # what was read last the cache still holds
             x, inside = tile(k, start, last_k, k_s, D, DP, BLOCK)
             e, _ = tile(dk, start, last_k, d_s, D, DP, BLOCK)
             e -= by_mean[None, :] + by_variance[None, :] * (x - mean[None, :])

@@ -24,6 +24,7 @@ def study() -> None:
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
 @click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
 @click.option("--device", default="cpu", show_default=True)
+@click.option("--workers", type=click.IntRange(0), default=0, help="Processes; 0: only this one.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write every training as JSON.")
 @as_json
 def uea(data: Path | None, out: Path | None, as_json: bool, **chosen: Any) -> None:

@@ -12,10 +12,12 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +28,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dualform.attention import Inspection, MultiheadAttention, kind
 from dualform.errors import ReadingError
+from dualform.evaluate.workers import Ids, Job, train_all
+from dualform.read.scores import Array
 from dualform.studies.series import Series, load
 
 DATASETS = ("JapaneseVowels", "Handwriting", "UWaveGestureLibrary", "BasicMotions")
@@ -72,6 +76,18 @@ class Result:
     """What the forward pass of a batch keeps for the backward pass."""
     seconds: float
 
+    @property
+    def numbers(self) -> list[float]:
+        """All that was found, without what was given."""
+        return [float(number) for number in astuple(self)[3:]]
+
+    @classmethod
+    def from_numbers(cls, dataset: str, kind: str, seed: int, numbers: list[float]) -> Result:
+        """What was given, and the numbers."""
+        accuracy, validation, epoch, distance, flops, kept_bytes, seconds = numbers
+        whole = (int(epoch), distance, int(flops), int(kept_bytes), seconds)
+        return cls(dataset, kind, seed, accuracy, validation, *whole)
+
 
 class Classifier(nn.Module):
     """Projection, positions, encoder layers of a kind of attention, a linear map of all steps."""
@@ -116,21 +132,42 @@ def study(
     seeds: int = 5,
     epochs: int | None = None,
     device: str = "cpu",
+    workers: int = 0,
     console: Console | None = None,
 ) -> list[Result]:
-    """Every training, one after the other: all sets and kinds unless some are named."""
+    """Every training of all sets and kinds, unless some are named; `workers` of them at a time."""
     chosen = SETTINGS[setting] if epochs is None else replace(SETTINGS[setting], epochs=epochs)
     for unknown in (name for name in kinds if name not in KINDS):
         raise ReadingError(f"kind '{unknown}' is not in this study; it has {', '.join(KINDS)}.")
-    console, results = console or Console(quiet=True), []
-    for name in datasets or DATASETS:
-        training, test = (part.to(device) for part in load(data, name))
-        for seed in range(seeds):
-            for kind_name in kinds or KINDS:
-                results.append(train(name, training, test, kind_name, seed, chosen))
-                said = f"{results[-1].accuracy:.1%}"
-                console.print(f"{name}, {kind_name}, seed {seed}: {said}")
-    return results
+    console, results = console or Console(quiet=True), {}
+    sets = {name: load(data, name) for name in datasets or DATASETS}
+    plan = [(name, seed, kind) for name in sets for seed in range(seeds) for kind in kinds or KINDS]
+    jobs = [
+        Job(f"{name}, {kind}, seed {seed}", np.array([at]), seed)
+        for at, (name, seed, kind) in enumerate(plan)
+    ]
+
+    def done(job: Job, numbers: Array) -> None:
+        name, seed, kind = plan[int(job.ids[0])]
+        results[job.name] = Result.from_numbers(name, kind, seed, numbers.tolist())
+        console.print(f"{job.name}: {results[job.name].accuracy:.1%}")
+
+    train_all(partial(_numbers, sets, plan, chosen, device), jobs, done, workers)
+    return [results[job.name] for job in jobs]
+
+
+def _numbers(
+    sets: dict[str, tuple[Series, Series]],
+    plan: list[tuple[str, int, str]],
+    setting: Setting,
+    device: str,
+    ids: Ids,
+    seed: int,
+) -> list[float]:
+    """What the training at this place of the plan found, as numbers, which a worker sends."""
+    name, _, kind = plan[int(ids[0])]
+    data, test = (part.to(device) for part in sets[name])
+    return train(name, data, test, kind, seed, setting).numbers
 
 
 def train(
