@@ -1,8 +1,9 @@
-"""What all tests share: one thread, examples that repeat, no adapter without its package."""
+"""What all tests share: one thread, the same numbers, no adapter without its package."""
 
 import os
 from importlib.util import find_spec
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -13,3 +14,15 @@ torch.set_num_threads(1)  # tests run side by side; threads of each would wait f
 
 settings.register_profile("same", derandomize=True)  # a commit passes or fails, and stays so
 settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Fixtures draw the same numbers, whichever tests came before."""
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """And so do tests, whichever fixtures were made for them."""
+    torch.manual_seed(0)

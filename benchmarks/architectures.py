@@ -145,7 +145,7 @@ def overhead(
         def run_recorded() -> None:
             for _ in range(epochs):
                 recorded.epoch(recorder)
-            recorder._background.wait()  # or the other side would pay for what is not yet written
+            recorder._delivery.wait()  # or the other side would pay for what is not yet written
 
         run_plain()
         run_recorded()

@@ -145,10 +145,14 @@ class LedgerWriter:
         self._shards.wait()
 
     def weights(self, step: int, weights: Mapping[str, Tensor], mark: str) -> None:
-        """Keeps the parameters as they were after `step`; `mark` says why (see FORMAT.md)."""
-        self.flush()
-        record = self._write(self._next_file(), {name: [w] for name, w in weights.items()})
-        self._commit({"kind": "weights", **record, "step": step, "mark": mark})
+        """Begins to keep the parameters as they were after `step`, behind everything taken so far.
+
+        `mark` says why (see FORMAT.md).
+        """
+        self.pass_on()
+        write = partial(self._write, self._next_file(), {name: [w] for name, w in weights.items()})
+        kept = {"kind": "weights", "step": step, "mark": mark}
+        self._shards.begin(write, lambda record: self._commit({**kept, **record}))
 
     def close(self) -> None:
         """Makes everything durable and gives the run free."""

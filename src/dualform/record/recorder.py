@@ -8,8 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,35 +18,20 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
-from dualform.ledger import Background
 from dualform.ledger.samples import Columns, Label, SampleId, describe_samples
 from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
+from dualform.record.delivery import Delivery, Parcel
 from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
 from dualform.record.plan import Plan, make_plan, torch_optimizer
 from dualform.record.probe import settle_factors
-from dualform.record.settle import NOISY, UNEXPLAINED, Pages, Settler, Span, Step, to_host
+from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step
 from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
 from dualform.record.watch import Watch
 
 FLUSH_SECONDS = 30.0
-PARCEL_BYTES = 32 << 20
-"""Rows go to the writer's thread in parcels: large, so that it seldom needs the interpreter."""
 WITNESS = 8
 """Weights are kept with a shard when that adds at most an eighth to what was written."""
-
-
-@dataclass
-class Parcel:
-    """What the training thread hands to the writer's."""
-
-    steps: list[Step]
-    pages: Pages
-    span: Span
-    step: int
-    flush: bool
-    weights: dict[str, Tensor] | None
-    mark: str
 
 
 class Recorder:
@@ -114,7 +97,9 @@ class Recorder:
         self._watch = Watch(model, booked, self.step + 1, opened.streams)
         ports = self._watch.ports.all
         self._settler = Settler(plan, ports, opened.samples, opened.numbered)
-        self._background = Background(self._deliver)
+        parameters = plan.parameters.values()
+        self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
+        self._parcel_bytes = self._delivery.parcel_bytes(self._buffer_bytes)
         self._seen_ports = 0
         self._steps: list[Step] = []
         self._joined: set[int] = set()
@@ -178,7 +163,7 @@ class Recorder:
         """
         self._require_recording()
         self._hand_over(flush=True, mark="checkpoint")
-        self._background.wait()
+        self._delivery.wait()
 
     def _require_recording(self) -> None:
         if not self._handles:
@@ -191,15 +176,14 @@ class Recorder:
             broken_off = self._current is not None  # then the weights are no step's
             self._hand_over(flush=True, mark="" if broken_off else "final")
         finally:
-            self._background.close()
-        self._writer.flush()
+            self._delivery.close()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if _nested(optimizer):
             return None
-        self._background.raise_error()
+        self._delivery.raise_error()
         if self._settler.failed:
             self._keep_by_step(set(self._settler.failed))
         self._books.hold()
@@ -274,7 +258,7 @@ class Recorder:
         overdue = time.monotonic() - self._flushed > FLUSH_SECONDS
         if self._must_keep(step.states):
             self._hand_over(flush=True, mark="state")
-        elif overdue or size >= min(PARCEL_BYTES, self._buffer_bytes):
+        elif overdue or size >= self._parcel_bytes:
             self._hand_over(flush=overdue or self._shard_bytes + size >= self._buffer_bytes)
 
     def _must_keep(self, states: Sequence[int]) -> bool:
@@ -298,7 +282,8 @@ class Recorder:
         steps, self._steps, self._change_bytes = self._steps, [], 0
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
-        self._background.put(Parcel(steps, pages, span, self.step, flush, weights, mark or "flush"))
+        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark or "flush")
+        self._delivery.take(parcel)
 
     def _kept(self) -> dict[str, Tensor]:
         """The weights, and what the optimizer remembers where its rule needs that."""
@@ -311,27 +296,6 @@ class Recorder:
         """What the weights take when they are kept, with what the optimizer remembers."""
         kept = 2 + len(self._rule.state) if isinstance(self._rule, StateRule) else 1
         return kept * sum(parameter.nbytes for parameter in self._model.parameters())
-
-    def _deliver(self, parcel: Parcel) -> None:
-        """On the writer's thread: settles the steps and commits what is due."""
-        error = None
-        if parcel.steps:
-            block, error = self._settler.settle(parcel.steps, parcel.pages, parcel.span)
-            if block is not None:
-                block.written = partial(self._give_back, parcel.pages)
-                self._writer.append(block)
-        if parcel.flush:
-            self._writer.pass_on()
-        if error is not None:
-            self._writer.flush()
-            raise error
-        if parcel.weights is not None and parcel.step:
-            weights = {name: to_host(weight) for name, weight in parcel.weights.items()}
-            self._writer.weights(parcel.step, weights, parcel.mark)
-
-    def _give_back(self, pages: Pages) -> None:
-        for group in pages.values():
-            self._watch.ports.pool.give_back(group)
 
 
 def _uncompiled() -> ExitStack:

@@ -15,7 +15,15 @@ from dualform.ledger import Block, Declaration, SampleTable
 from dualform.ledger.samples import encode_ids
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.record.plan import Plan
-from dualform.record.probe import Evidence, Feed, Look, StreamRows, lay_out, settle_factors
+from dualform.record.probe import (
+    Evidence,
+    Feed,
+    Look,
+    StreamRows,
+    joined,
+    lay_out,
+    settle_factors,
+)
 from dualform.record.tape import Batch, Page
 from dualform.record.watch import Port
 
@@ -115,7 +123,9 @@ class Settler:
         looks = {name: look for step in steps for name, look in step.looks.items()}
         probes = _probes(steps, looks)
         rows = {
-            index: [r for page in found if (r := lay_out(self._ports[index], page, first, last))]
+            index: joined(
+                [r for page in found if (r := lay_out(self._ports[index], page, first, last))]
+            )
             for index, found in pages.items()
         }
         return [

@@ -63,6 +63,7 @@ def resume_run(
     writer = LedgerWriter.resume(path, step, start)
     if step and isinstance(rule, StateRule):  # what the optimizer remembers now is what counts
         writer.weights(step, snapshot(model) | memories(optimizer, plan, rule), "resume")
+        writer.flush()
     ledger = Ledger(path)  # as it reads now, without what was written beyond that step
     batches = ledger.column("batches")
     numbered = int(batches[:, 1].sum()) if len(batches) else 0
