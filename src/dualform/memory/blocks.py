@@ -136,10 +136,10 @@ class Sides:
 
     def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`Σ c a ⊗ b` over the rows, as a float64 matrix of this shape."""
-        total = torch.zeros(shape, dtype=torch.float64, device=self.a.device)
         top, left = self.at
         if self.a.ndim == 1:
             assert self.b is not None
+            total = torch.zeros(shape, dtype=torch.float64, device=self.a.device)
             scaled = self.b.double() * coefficients[:, None]
             total[:, left : left + scaled.shape[1]].index_add_(0, self.a + top, scaled)
             return total
@@ -151,7 +151,10 @@ class Sides:
         else:
             grouped = by_group(scaled, self.b.shape[1])
             block = torch.einsum("rgo,rgi->goi", grouped, self.b.double()).flatten(0, 1)
-        total[top : top + block.shape[0], left : left + block.shape[1]] += block
+        if block.shape == shape:
+            return block
+        total = torch.zeros(shape, dtype=torch.float64, device=self.a.device)
+        total[top : top + block.shape[0], left : left + block.shape[1]] = block
         return total
 
 

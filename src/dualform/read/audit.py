@@ -16,7 +16,8 @@ from dualform.ledger import Book, Ledger
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import Scan
 from dualform.read.shown import Shown, framed, pandas_frame
-from dualform.read.weights import gross_part, initial_part, reconstruct
+from dualform.read.weights import balance, gross_part
+from dualform.record.optimizers import ScalarRule
 
 ROUNDING = "it changed by no more than rounding: the remainder is relative to what was added up"
 SUSPECT = 1e-6
@@ -117,15 +118,13 @@ def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -
     """Adds every book up and compares it with the weights that were kept."""
     measured = max(step for step in ledger.kept_steps if step <= until)
     accounting, latest = Accounting(ledger, measured, device), Accounting(ledger, until)
-    kept = ledger.weights(measured)
-    books = reconstruct(accounting)
+    kept, numbers = ledger.kept(measured), isinstance(accounting.rule, ScalarRule)
     lines = []
     for book in ledger.info.books:
-        weight = kept[book.name].double()
-        change = weight - initial_part(accounting, book)
-        gap, scale = (weight - books[book.name]).norm(), change.norm()
-        size = weight.norm()
-        if gap > SUSPECT * scale and _is_column(book):  # rows that cancel leave their rounding
+        weight = kept.read(book.name).double()
+        whole, initial = balance(accounting, book)
+        gap, scale, size = ((weight - part).norm() for part in (whole, initial, 0.0))
+        if numbers and gap > SUSPECT * scale and _is_column(book):  # rows that cancel round
             size = torch.maximum(size, gross_part(accounting, book).norm())
         small = bool(scale <= _rounding(book, measured) * size)
         remainder = float(gap / (size if small else scale).clamp_min(1e-300))

@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.record.optimizers.options import flat, kept
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition, has_real_parameters
+from dualform.record.optimizers.rule import (
+    Hyper,
+    State,
+    StateRule,
+    Step,
+    Transition,
+    has_real_parameters,
+)
 
 KNOWN = ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")
 """Where the classes named Lion live that do exactly this; they are never imported here."""
@@ -31,6 +38,7 @@ class LionRule(StateRule):
     """
 
     name = "lion"
+    elementwise = True
     fields = ("lr", "beta1", "beta2", "weight_decay")
     buffer = "exp_avg"
     state = ("first_lr",)
@@ -53,7 +61,7 @@ class LionRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step; nothing but the momentum is remembered."""
         lr, beta1, beta2 = hyper["lr"], hyper["beta1"], hyper["beta2"]
         c = beta1 * b + (1 - beta1) * gradient

@@ -12,7 +12,7 @@ from torch import Tensor
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.operators import Sided
 from dualform.record.optimizers.options import flat
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
 
 ADJUSTMENTS = {None: 0.0, "original": 0.0, "match_rms_adamw": 1.0}
 """What `adjust_lr_fn` is called, as a number; any other adjusts nothing."""
@@ -61,7 +61,7 @@ class MuonRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step; nothing but the momentum is remembered."""
         mu = hyper["momentum"]
         u = mu * b + (1 - mu) * gradient

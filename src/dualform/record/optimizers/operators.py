@@ -163,6 +163,8 @@ def _same_memory(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 Operator: TypeAlias = float | Tensor | Sided | Modewise | Turned
+Value: TypeAlias = Tensor | float
+"""What operators act on: of the parameter's shape, or 0.0 for nothing at all."""
 
 
 def apply(operator: Operator, gradient: Tensor) -> Tensor:
@@ -176,6 +178,26 @@ def apply(operator: Operator, gradient: Tensor) -> Tensor:
     if not isinstance(operator, Sided):
         return operator * gradient
     return operator.matrix @ gradient if operator.left else gradient @ operator.matrix
+
+
+def added(total: Value, operator: Operator, value: Value, sign: float = 1.0) -> Value:
+    """`total ± operator(value)`, in place where there is a total; nothing stays a number.
+
+    >>> added(torch.ones(2), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), sign=-1.0)
+    tensor([-2., -7.])
+    >>> added(0.0, 2.0, torch.ones(2)), added(0.0, 2.0, 0.0)
+    (tensor([2., 2.]), 0.0)
+    """
+    if isinstance(value, float) or _is_zero(operator):
+        return total
+    if isinstance(total, float):
+        found = apply(operator, value)
+        return found if sign == 1 else found.mul_(sign)
+    if isinstance(operator, Tensor):
+        return total.addcmul_(operator, value, value=sign)
+    if isinstance(operator, float):
+        return total.add_(value, alpha=sign * operator)
+    return total.add_(apply(operator, value), alpha=sign)
 
 
 def times(first: Operator, second: Operator) -> Operator:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.record.optimizers.operators import Operator, apply, plus, times
+from dualform.record.optimizers.operators import Operator, Value, added, plus, times
 
 UNTOUCHED, BY_ROW, OBSERVED = 0, 1, 2
 """How a step treated a book: left it alone, booked it by row, or booked its observed change."""
@@ -32,30 +32,62 @@ State: TypeAlias = dict[str, Tensor]
 Pair: TypeAlias = tuple[Operator, Operator]
 
 
+class Step(ABC):
+    """One step of `(W, b)`, linear in both and in the gradient."""
+
+    @abstractmethod
+    def forward(self, W: Tensor, b: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """What the step makes of a parameter and its buffer."""
+
+    @abstractmethod
+    def carry(self, W: Value, b: Value) -> tuple[Value, Value]:
+        """What it would make of them without its gradient; 0.0 stands for nothing at all."""
+
+    @abstractmethod
+    def backward(self, r: Pair) -> tuple[Operator, Pair]:
+        """The coefficient of this step's gradient, and `r` for the step before it."""
+
+
 @dataclass(frozen=True)
-class Transition:
-    """One step of `(W, b)`: `z_t = M z_{t-1} + n g_t`, rows W and b."""
+class Transition(Step):
+    """A step written out: `z_t = M z_{t-1} + n g_t`, rows W and b.
+
+    >>> import torch
+    >>> momentum = Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0))
+    >>> momentum.forward(torch.ones(1), torch.ones(1), torch.ones(1))
+    (tensor([0.8500]), tensor([1.5000]))
+    >>> momentum.carry(torch.ones(1), 0.0)
+    (tensor([1.]), 0.0)
+    """
 
     M: tuple[Pair, Pair]
     n: Pair
 
     def forward(self, W: Tensor, b: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """What the step makes of a parameter and its buffer.
-
-        >>> import torch
-        >>> momentum = Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0))
-        >>> momentum.forward(torch.ones(1), torch.ones(1), torch.ones(1))
-        (tensor([0.8500]), tensor([1.5000]))
-        """
-        (WW, Wb), (bW, bb) = self.M
+        """`M z + n g`."""
         on_W, on_b = self.n
-        moved = apply(WW, W) + apply(Wb, b) + apply(on_W, gradient)
-        return moved, apply(bW, W) + apply(bb, b) + apply(on_b, gradient)
+        moved, carried = self.carry(W, b)
+        found = added(moved, on_W, gradient), added(carried, on_b, gradient)
+        return as_tensor(found[0], W), as_tensor(found[1], b)
+
+    def carry(self, W: Value, b: Value) -> tuple[Value, Value]:
+        """`M z`."""
+        (WW, Wb), (bW, bb) = self.M
+        return added(added(0.0, WW, W), Wb, b), added(added(0.0, bW, W), bb, b)
 
     def backward(self, r: Pair) -> tuple[Operator, Pair]:
-        """The coefficient of this step's gradient, and `r` for the step before it."""
+        """`H = r · n`, and `r M`."""
         (WW, Wb), (bW, bb) = self.M
         return _dot(r, self.n), (_dot(r, (WW, bW)), _dot(r, (Wb, bb)))
+
+
+def as_tensor(value: Value, like: Tensor) -> Tensor:
+    """The value, zeros where it is nothing.
+
+    >>> as_tensor(0.0, torch.ones(2))
+    tensor([0., 0.])
+    """
+    return value if isinstance(value, Tensor) else torch.full_like(like, value)
 
 
 def _dot(r: Pair, column: Pair) -> Operator:
@@ -198,10 +230,13 @@ class ScalarRule(Rule):
 class StateRule(Rule):
     """A rule whose coefficients depend on the gradients seen so far, through `state`."""
 
+    elementwise: ClassVar[bool] = False
+    """Whether each element goes its own way, so that parts of a parameter can be replayed alone."""
+
     @abstractmethod
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and what the optimizer remembers after it.
 
         `state` is what it remembered before, as float64: what `memory` found, or what the last
@@ -219,7 +254,7 @@ class StateRule(Rule):
 
 
 def walk_back(
-    transitions: Sequence[Transition], r: Pair, shares: Sequence[float]
+    transitions: Sequence[Step], r: Pair, shares: Sequence[float]
 ) -> tuple[list[Operator], Pair]:
     """The coefficients of some consecutive steps, and `r` before the first of them.
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.operators import Modewise
 from dualform.record.optimizers.package import is_packaged, option, packed, second_moment, unpacked
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
 
 
 class ShampooRule(StateRule):
@@ -73,7 +73,7 @@ class ShampooRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, the moments and the roots after it."""
         per = 1.0 if hyper["fixed_decay"] else hyper["lr"]
         sign = -1.0 if state["maximize"] else 1.0

@@ -14,7 +14,7 @@ from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.operators import Basis, Operator, Turned, along, apply
 from dualform.record.optimizers.options import flat
 from dualform.record.optimizers.package import is_packaged, option, packed, second_moment, unpacked
-from dualform.record.optimizers.rule import STILL, Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import STILL, Hyper, State, StateRule, Step
 
 
 class SOAPRule(StateRule):
@@ -88,7 +88,7 @@ class SOAPRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and `V` after it."""
         if not hyper["step"]:
             return STILL, state
