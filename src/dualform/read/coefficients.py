@@ -60,6 +60,11 @@ class Accounting:
         self._known: dict[tuple[bytes, ...], Coefficients] = {}
         self._initial: dict[str, Pair] = {}
 
+    @property
+    def turns(self) -> bool:
+        """Whether steps turn gradients into other bases."""
+        return isinstance(self.rule, StateRule) and self.rule.turns
+
     @cached_property
     def _states(self) -> NDArray[np.uint8]:
         """(T, books)."""

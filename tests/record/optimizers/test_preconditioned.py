@@ -263,6 +263,6 @@ def test_a_question_goes_through(view: str, shape: tuple[int, ...], groups: int)
 
 def test_what_has_faded_is_left_out() -> None:
     old, new = (Turned.of((torch.eye(2),), torch.ones(2)) for _ in range(2))
-    assert len((old * (2 * FADED) + new).parts) == 2
-    assert len((old * (FADED / 2) + new).parts) == 1
-    assert torch.equal(apply(old * (FADED / 2) + new, torch.ones(2)), torch.ones(2))
+    assert len((new + old * (2 * FADED)).parts) == 2
+    assert len((new + old * (FADED / 2)).parts) == 1
+    assert torch.equal(apply(new + old * (FADED / 2), torch.ones(2)), torch.ones(2))

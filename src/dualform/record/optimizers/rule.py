@@ -232,6 +232,8 @@ class StateRule(Rule):
 
     elementwise: ClassVar[bool] = False
     """Whether each element goes its own way, so that parts of a parameter can be replayed alone."""
+    turns: ClassVar[bool] = False
+    """Whether its operators are elementwise in other bases, `Turned`."""
 
     @abstractmethod
     def transition(

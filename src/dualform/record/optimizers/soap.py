@@ -44,6 +44,7 @@ class SOAPRule(StateRule):
     """
 
     name = "soap"
+    turns = True
     fields = (
         "lr",
         "beta1",
@@ -101,18 +102,19 @@ class SOAPRule(StateRule):
         V = torch.lerp(state.get("exp_avg_sq", torch.zeros_like(d)), there**2, 1 - beta2)
         D = 1 / (V.sqrt() + hyper["eps"])
         P: Operator = D if all(one is None for one in Q) else Turned.of(Q, D)
-        far = _length(hyper, apply(P, beta1 * b + (1 - beta1) * d)) * descent.kept
-        step = descent.transition(along_b=P * far, keep=beta1, take=1 - beta1)
-        return step, {**state, "exp_avg_sq": V}
+        far = _length(hyper) * descent.kept
+        if hyper["normalize_gradient"]:
+            step = apply(P, beta1 * b + (1 - beta1) * d)
+            far /= float(step.square().mean().sqrt()) + hyper["eps"]
+        made = descent.transition(along_b=P * far, keep=beta1, take=1 - beta1)
+        return made, {**state, "exp_avg_sq": V}
 
 
-def _length(hyper: Hyper, step: Tensor) -> float:
+def _length(hyper: Hyper) -> float:
     """How far to go along a step."""
     far, made = hyper["lr"], hyper["step"]
     if hyper["correct_bias"]:
         far *= math.sqrt(1 - hyper["beta2"] ** made) / (1 - hyper["beta1"] ** made)
-    if hyper["normalize_gradient"]:
-        far /= float(step.square().mean().sqrt()) + hyper["eps"]
     return far
 
 
