@@ -7,10 +7,10 @@ step's rows are multiplied once, and its arithmetic is done where elements stay 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,13 +18,17 @@ from torch import Tensor
 from dualform.ledger import Book
 from dualform.ledger.format import BUFFER
 from dualform.read.coefficients import Accounting
-from dualform.read.replay import Moment, kept_moment, step_gradients
+from dualform.read.replay import Moment, kept_moment, replayed_gradients, step_gradients
 from dualform.record.optimizers import BY_ROW, Hyper, StateRule, Value, added, as_tensor
 
 BLOCK = 1 << 15
 """So many elements are replayed at a time by each core of a processor: they fit its cache."""
 GRADIENT_BYTES = 64 << 20
 """How much the gradients may take that are held at a time, unless a single one takes more."""
+
+
+Split: TypeAlias = dict[int, list[Tensor]]
+"""Gradients by step, each in blocks."""
 
 
 class Course(NamedTuple):
@@ -128,8 +132,7 @@ class Forward:
         count = max(1, GRADIENT_BYTES // (8 * self._book.size))
         for begin in range(first, last + 1, count):
             numbers = range(begin, min(begin + count, last + 1))
-            gradients = self._gradients(numbers)
-            chosen = {} if self._samples is None else self._gradients(numbers, self._samples)
+            gradients, chosen = self._gradients(numbers)
             hyper = {t: self._hyper(t) for t in gradients}
             for at, (place, found) in enumerate(zip(places, sums, strict=True)):
                 for t in numbers:
@@ -138,20 +141,30 @@ class Forward:
                         place.step(self._rule, hyper[t], gradients[t][at], some)
                     found.count(place, self._shares[t])
 
-    def _gradients(
-        self, numbers: Sequence[int], samples: Tensor | None = None
-    ) -> dict[int, list[Tensor]]:
-        """What the optimizer saw at each step that is booked by row, block by block."""
+    def _gradients(self, numbers: Sequence[int]) -> tuple[Split, Split]:
+        """What the optimizer saw at each step that is booked by row, of all rows and of some."""
         by_row = [t for t in numbers if self._history.states[t - 1] == BY_ROW]
         if not by_row:
-            return {}
-        accounting, book = self._accounting, self._book
-        found = step_gradients(
-            accounting.ledger, book, by_row[0], by_row[-1], accounting.device, samples
-        )
-        none = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
-        factors = {t: float(self._factors[t - 1]) for t in by_row}
-        return {t: self._split(_times(found.get(t, none), factors[t])) for t in by_row}
+            return {}, {}
+        ledger, book, device = self._accounting.ledger, self._book, self._accounting.device
+        place = (book, by_row[0], by_row[-1], device)
+        gradients, ratios = replayed_gradients(ledger, self._rule, *place)
+        if self._samples is None:
+            return self._scaled(by_row, gradients, {}), {}
+        chosen = step_gradients(ledger, *place, self._samples)
+        return self._scaled(by_row, gradients, {}), self._scaled(by_row, chosen, ratios)
+
+    def _scaled(
+        self, steps: Sequence[int], sums: Mapping[int, Tensor], ratios: Mapping[int, Tensor]
+    ) -> Split:
+        """Sums of rows times the factors of their steps, block by block."""
+        none = torch.zeros(self._book.shape, dtype=torch.float64, device=self._accounting.device)
+        found = {}
+        for t in steps:
+            factor = ratios.get(t, 1.0) * float(self._factors[t - 1])
+            gradient = sums.get(t, none)
+            found[t] = self._split(gradient * factor if t in ratios or factor != 1.0 else gradient)
+        return found
 
     def _hyper(self, t: int) -> Hyper:
         known = self._history.named(t - 1)
@@ -179,7 +192,3 @@ class Forward:
         if not tensors:
             return torch.zeros(self._book.shape, dtype=torch.float64)
         return torch.cat([part.reshape(-1) for part in tensors]).reshape(self._book.shape).cpu()
-
-
-def _times(gradient: Tensor, factor: float) -> Tensor:
-    return gradient if factor == 1 else gradient * factor

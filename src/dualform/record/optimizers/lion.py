@@ -39,6 +39,7 @@ class LionRule(StateRule):
 
     name = "lion"
     elementwise = True
+    follows_signs = True
     fields = ("lr", "beta1", "beta2", "weight_decay")
     buffer = "exp_avg"
     state = ("first_lr",)

@@ -29,6 +29,7 @@ class RpropRule(StateRule):
 
     name = "rprop"
     elementwise = True
+    follows_signs = True
     optimizer = "Rprop"
     fields = ("lr", "shrink", "grow", "shortest", "longest", "maximize")
     state = ("prev", "step_size")

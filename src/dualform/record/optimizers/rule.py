@@ -232,6 +232,8 @@ class StateRule(Rule):
 
     elementwise: ClassVar[bool] = False
     """Whether each element goes its own way, so that parts of a parameter can be replayed alone."""
+    follows_signs: ClassVar[bool] = False
+    """Whether it steps by the sign of a gradient, whose rounding it therefore magnifies."""
     turns: ClassVar[bool] = False
     """Whether its operators are elementwise in other bases, `Turned`."""
 
