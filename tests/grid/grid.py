@@ -156,7 +156,7 @@ def same(one: Any, other: Any) -> bool:
 
 def tolerance(optimizer: str, dtype: torch.dtype) -> float:
     """The remainder that is allowed, relative to the change of the weights."""
-    return LOOSER.get(optimizer, TOLERANCE[dtype])
+    return LOOSER.get(optimizer, TOLERANCE)[dtype]
 
 
 def unexpected(case: str, reasons: Mapping[str, str]) -> dict[str, str]:

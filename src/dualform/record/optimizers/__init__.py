@@ -81,6 +81,25 @@ def rule_for(optimizer: Optimizer) -> Rule:
     return next(rule for rule in RULES if rule.accepts(optimizer))
 
 
+def why_observed(optimizer: Optimizer) -> str:
+    """Why no rule describes an optimizer: what it is, and what is described.
+
+    >>> import torch
+    >>> why_observed(torch.optim.LBFGS([torch.zeros(1)]))
+    'LBFGS has no rule yet'
+    """
+    kind = type(optimizer)
+    known = [rule for rule in RULES[:-1] if rule.describes(optimizer)]
+    if known:
+        return known[0].refusal(optimizer)
+    names = {rule.optimizer for rule in RULES if rule.optimizer}
+    above = [base.__name__ for base in kind.__mro__[1:] if base.__name__ in names]
+    if above:
+        own = f"{kind.__name__} is a subclass of {above[0]} and may do anything"
+        return f"{own}; by row is {above[0]} itself"
+    return f"{kind.__name__} has no rule yet"
+
+
 def rule_named(name: str) -> Rule:
     """The rule a run says it was recorded with."""
     known = {rule.name: rule for rule in RULES}
@@ -122,4 +141,5 @@ __all__ = [
     "rule_named",
     "times",
     "walk_back",
+    "why_observed",
 ]

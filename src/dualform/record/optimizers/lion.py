@@ -16,7 +16,6 @@ from dualform.record.optimizers.rule import (
     StateRule,
     Step,
     Transition,
-    has_real_parameters,
 )
 
 KNOWN = ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")
@@ -38,17 +37,26 @@ class LionRule(StateRule):
     """
 
     name = "lion"
+    optimizer = "Lion"
     elementwise = True
     follows_signs = True
     fields = ("lr", "beta1", "beta2", "weight_decay")
     buffer = "exp_avg"
     state = ("first_lr",)
 
-    def accepts(self, optimizer: Optimizer) -> bool:
+    def describes(self, optimizer: Optimizer) -> bool:
         """Exactly the package's own classes."""
         kind = type(optimizer)
-        known = kind.__module__ in KNOWN and kind.__qualname__ == "Lion"
-        return known and has_real_parameters(optimizer) and _first_lr(optimizer) is not None
+        return kind.__module__ in KNOWN and kind.__qualname__ == "Lion"
+
+    def refusal(self, optimizer: Optimizer) -> str:
+        """Decay that is divided by a first learning rate which may change unseen."""
+        if _first_lr(optimizer) is None:
+            return (
+                "Lion with decoupled_weight_decay=True divides by its first lr, a tensor that may "
+                "change unseen; by row is lr=float"
+            )
+        return super().refusal(optimizer)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, `betas` as two."""

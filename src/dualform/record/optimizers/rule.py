@@ -98,41 +98,41 @@ STILL = Transition(((1.0, 0.0), (0.0, 1.0)), (0.0, 0.0))
 SEEN = Transition(((1.0, 0.0), (0.0, 1.0)), (1.0, 0.0))
 
 
-def is_plain(optimizer: Optimizer, name: str) -> bool:
-    """Whether it is torch's optimizer of this name and no other, with real parameters only.
+def is_from_torch(optimizer: Optimizer, name: str) -> bool:
+    """Whether it is torch's optimizer of this name and no other: a subclass may do anything.
 
-    A subclass may do anything; what torch does to complex parameters treats their two parts
-    as two numbers, which no coefficient of the whole can say.
-
-    >>> is_plain(torch.optim.Adam([torch.zeros(1)]), "Adam")
+    >>> is_from_torch(torch.optim.Adam([torch.zeros(1)]), "Adam")
     True
-    >>> is_plain(torch.optim.AdamW([torch.zeros(1)]), "Adam")
+    >>> is_from_torch(torch.optim.AdamW([torch.zeros(1)]), "Adam")
     False
     """
-    kind = getattr(torch.optim, name, None)  # older versions of torch lack some
-    return type(optimizer) is kind and has_real_parameters(optimizer)
+    return type(optimizer) is getattr(torch.optim, name, None)  # older versions lack some
 
 
-def has_real_parameters(optimizer: Optimizer) -> bool:
-    """Whether none of its parameters is complex.
+def complex_parameters(optimizer: Optimizer) -> str:
+    """Why complex parameters have no coefficients; empty where there are none.
 
-    >>> has_real_parameters(torch.optim.Adam([torch.zeros(1, dtype=torch.complex64)]))
-    False
+    >>> complex_parameters(torch.optim.Adam([torch.zeros(1, dtype=torch.complex64)]))
+    'Adam steps the two parts of complex64 parameters apart; by row are real ones'
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return not any(p.is_complex() for p in parameters)
+    dtypes = [str(p.dtype).removeprefix("torch.") for p in parameters if p.is_complex()]
+    name = type(optimizer).__name__
+    apart = f"{name} steps the two parts of {', '.join(dict.fromkeys(dtypes))} parameters apart"
+    return f"{apart}; by row are real ones" if dtypes else ""
 
 
 class Rule(ABC):
     """An optimizer whose step is linear in the gradient, given what it remembers.
 
-    A new rule names its fields and its buffer, and writes two methods: `accepts` (unless it names
-    an optimizer of torch) and `transition`, as `ScalarRule` or `StateRule` asks for it.
+    A new rule names its fields and its buffer, and writes two methods: `describes` (unless it names
+    an optimizer of torch) and `transition`, as `ScalarRule` or `StateRule` asks for it. What it
+    does not describe of such an optimizer, `refusal` and `group_refusal` say.
     """
 
     name: ClassVar[str]
     optimizer: ClassVar[str] = ""
-    """The class in torch.optim that it describes."""
+    """The class that it describes, one of torch.optim unless `describes` says otherwise."""
     fields: ClassVar[tuple[str, ...]]
     """The hyper-parameters of a step; those of the optimizer's groups unless `hyper` says more."""
     buffer: ClassVar[str] = ""
@@ -140,9 +140,21 @@ class Rule(ABC):
     state: ClassVar[tuple[str, ...]] = ()
     """What else of the optimizer's memory its coefficients depend on."""
 
+    def describes(self, optimizer: Optimizer) -> bool:
+        """Whether the rule is for optimizers of this very class."""
+        return is_from_torch(optimizer, self.optimizer)
+
+    def refusal(self, optimizer: Optimizer) -> str:
+        """Why it cannot be kept by row as a whole: what was given, and what can; or nothing."""
+        return complex_parameters(optimizer)
+
+    def group_refusal(self, group: Mapping[str, Any]) -> str:
+        """Why the parameters of a group cannot be kept by row, with its options as they are now."""
+        return ""
+
     def accepts(self, optimizer: Optimizer) -> bool:
         """Whether the rule describes this optimizer exactly."""
-        return is_plain(optimizer, self.optimizer)
+        return self.describes(optimizer) and not self.refusal(optimizer)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The hyper-parameters of a parameter group, as they are now."""

@@ -44,6 +44,7 @@ class SOAPRule(StateRule):
     """
 
     name = "soap"
+    optimizer = "SOAP"
     turns = True
     fields = (
         "lr",
@@ -60,11 +61,14 @@ class SOAPRule(StateRule):
     buffer = "exp_avg"
     state = ("exp_avg_sq", "Q", "maximize")
 
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly the package's own class, with the dimensions as the parameter has them."""
-        return is_packaged(optimizer, "SOAP") and not any(
-            group["merge_dims"] for group in optimizer.param_groups
-        )
+    def describes(self, optimizer: Optimizer) -> bool:
+        """Exactly the package's own class."""
+        return is_packaged(optimizer, "SOAP")
+
+    def group_refusal(self, group: Mapping[str, Any]) -> str:
+        """Dimensions that are not as the parameter has them."""
+        merged = "SOAP with merge_dims=True has bases for merged dimensions"
+        return f"{merged}; by row is merge_dims=False" if group["merge_dims"] else ""
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, `betas` as two, and how many steps it has made."""
