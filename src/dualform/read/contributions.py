@@ -117,7 +117,7 @@ def _answers(
         if isinstance(operator, Turned) and can_turn(question, book.shape, term):
             key = (book.name, chunk.stream.name)
             if key not in turnings:
-                turnings[key] = Turning(question, book.shape)
+                turnings[key] = Turning(question, book.shape, chunk.keys.device)
             part[rows] = turnings[key].answers(operator, wide[rows])
         elif operator is not None:
             for some in _pieces(question, operator, book):

@@ -38,10 +38,15 @@ class Turning:
     [20.0, 3.0]
     """
 
-    def __init__(self, question: Functional | Bilinear, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        question: Functional | Bilinear,
+        shape: tuple[int, ...],
+        device: torch.device | str = "cpu",
+    ) -> None:
         height = matrix_shape(shape, "rows")[0]
         dense = question if isinstance(question, Bilinear) else question.dense(height)
-        self._asked = dense.matrices.double().reshape(-1, *shape)
+        self._asked = dense.matrices.to(device, torch.float64).reshape(-1, *shape)
         self._basis: Basis | None = None
         self._turned = self._later = self._asked
         """The questions in the basis, and there what the tail makes of them."""
