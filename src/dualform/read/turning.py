@@ -61,7 +61,7 @@ class Turning:
             self._basis = operator.part.Q
             self._turned = _turn(operator.part.Q, self._asked)
         if operator.tail is not None and (fresh or operator.tail is not self._tail):
-            self._later = _turn(operator.part.Q, self._put_through(operator.tail))
+            self._later = _unturned(operator.part.Q, self._put_through(operator.tail))
         matrices = self._turned * (operator.part.D * operator.part.c)
         if operator.tail is not None:
             matrices.add_(self._later, alpha=operator.rest)
@@ -109,5 +109,10 @@ def _side(Q: Tensor | None, part: Tensor, start: int, size: int) -> Tensor:
 
 
 def _turn(Q: Basis, dense: Tensor) -> Tensor:
-    """Into a basis, along the last dimensions."""
+    """`Qᵀ` along the last dimensions."""
     return along([None if one is None else one.T for one in Q], dense)
+
+
+def _unturned(Q: Basis, dense: Tensor) -> Tensor:
+    """`Q⁻¹`, to be asked of turned rows: bases are orthogonal only as far as they were rounded."""
+    return along([None if one is None else torch.linalg.inv(one) for one in Q], dense)
