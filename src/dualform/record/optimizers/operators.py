@@ -166,11 +166,20 @@ def along(matrices: Sequence[Tensor | None], dense: Tensor) -> Tensor:
     >>> along([None, torch.ones(1, 3)], torch.eye(2, 3)).tolist()
     [[1.0], [1.0]]
     """
-    found = dense.clone()
+    found = dense
     for at, matrix in enumerate(matrices, start=dense.ndim - len(matrices)):
         if matrix is not None:
-            found = torch.tensordot(found, matrix.to(found), ([at], [1])).movedim(-1, at)
-    return found
+            found = _along_one(matrix.to(found), found, dense.ndim - at)
+    return found.clone() if found is dense else found
+
+
+def _along_one(matrix: Tensor, dense: Tensor, back: int) -> Tensor:
+    """Along the dimension that is so many from the end."""
+    if back == 1:
+        return dense @ matrix.T
+    if back == 2:
+        return matrix @ dense
+    return torch.tensordot(dense, matrix, ([-back], [1])).movedim(-1, -back)
 
 
 def same_basis(one: Basis, other: Basis) -> bool:
