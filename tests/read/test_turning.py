@@ -11,8 +11,8 @@ from torch import Tensor
 from dualform.ledger import Term
 from dualform.memory.blocks import Bilinear, Functional, Sides
 from dualform.read.questions import through
-from dualform.read.turning import Turning, can_turn
-from dualform.record.optimizers import Turned
+from dualform.read.turning import Later, Turning, can_turn
+from dualform.record.optimizers import Turned, apply
 from dualform.record.optimizers.operators import Basis
 
 
@@ -99,3 +99,32 @@ def test_what_cannot_be_turned(term: Term, shape: tuple[int, ...]) -> None:
     """Sides that are not the parameter's dimensions, and more numbers than are kept."""
     question = Functional(torch.zeros(2, dtype=torch.long), torch.zeros(2, 3))
     assert not can_turn(question, shape, term)
+
+
+@given(
+    shape=st.sampled_from([(4, 3), (5,), (2, 3, 2)]),
+    runs=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=2),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_each_basis_once(shape: tuple[int, ...], runs: list[list[int]], seed: int) -> None:
+    """Own parts, and each basis on all that came before it, are what the operators make."""
+    torch.manual_seed(seed)
+    operators = [operator for lengths in runs for operator in walked_back(shape, None, lengths)]
+    gradients = [wide(*shape) for _ in operators]
+    later = Later()
+    total, bases = torch.zeros(shape, dtype=torch.float64), 0
+    for step, (operator, gradient) in enumerate(zip(operators, gradients, strict=True)):
+        total += apply(later.own(step, operator), gradient)
+    for chain in later.chains():
+        sums = torch.zeros(shape, dtype=torch.float64)
+        for tail, numbers in chain:
+            sums += sum(
+                (share * gradients[step] for step, share in numbers.items()), start=0 * sums
+            )
+            total += tail.part(sums)
+            sums *= tail.rest
+            bases += 1
+    expected = torch.stack([apply(H, g) for H, g in zip(operators, gradients, strict=True)]).sum(0)
+    torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-12)
+    assert bases == sum(len(lengths) - 1 for lengths in runs)

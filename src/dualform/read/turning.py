@@ -7,13 +7,15 @@ through a tail once; a step costs one multiplication for each element, as under 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dualform.ledger import Term
 from dualform.memory.blocks import Bilinear, Functional, Sides, matrix_shape
-from dualform.record.optimizers import Turned, along
+from dualform.record.optimizers import Operator, Turned, along
 from dualform.record.optimizers.operators import Basis, same_basis
 
 KEPT = 1 << 26
@@ -80,6 +82,54 @@ class Turning:
             found.add_(before, alpha=tail.rest)
         self._tail, self._through = tail, found
         return found
+
+
+Chain = list[tuple[Turned, dict[int, float]]]
+"""Bases in the order of time: what each makes of gradients, with the shares of the steps before."""
+
+
+class Later:
+    """What steps leave to later bases: each a share of a tail.
+
+    Together they are sums over all that came before a basis, and each basis is applied once.
+
+    >>> first, second = (Turned.of((torch.eye(2),), torch.ones(2)) for _ in range(2))
+    >>> later = Later()
+    >>> later.own(1, first + second * 0.5).parts == [first.part]
+    True
+    >>> [(tail is second, numbers) for chain in later.chains() for tail, numbers in chain]
+    [(True, {1: 0.5})]
+    """
+
+    def __init__(self) -> None:
+        self._shares: dict[int, tuple[float, Turned]] = {}
+
+    def own(self, step: int, operator: Operator) -> Operator:
+        """The part of a step's operator in its own basis; the rest is kept for later."""
+        if not isinstance(operator, Turned) or operator.tail is None:
+            return operator
+        self._shares[step] = (operator.rest, operator.tail)
+        return Turned(operator.part)
+
+    def chains(self) -> Iterator[Chain]:
+        """Bases that follow each other; a new chain begins where a momentum was lost."""
+        known: set[int] = set()
+        for _, first in (self._shares[step] for step in sorted(self._shares)):
+            if id(first) not in known:
+                yield [(tail, self._of(tail, known)) for tail in _following(first)]
+
+    def _of(self, tail: Turned, known: set[int]) -> dict[int, float]:
+        """The shares of a tail that no chain has had yet."""
+        if id(tail) in known:
+            return {}
+        known.add(id(tail))
+        return {step: share for step, (share, of) in self._shares.items() if of is tail}
+
+
+def _following(tail: Turned | None) -> Iterator[Turned]:
+    while tail is not None:
+        yield tail
+        tail = tail.tail
 
 
 def turned_rows(Q: Basis, rows: Sides, shape: tuple[int, ...]) -> Sides:

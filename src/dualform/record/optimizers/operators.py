@@ -179,7 +179,8 @@ def _along_one(matrix: Tensor, dense: Tensor, back: int) -> Tensor:
         return dense @ matrix.T
     if back == 2:
         return matrix @ dense
-    return torch.tensordot(dense, matrix, ([-back], [1])).movedim(-1, -back)
+    found: Tensor = torch.tensordot(dense, matrix, ([-back], [1])).movedim(-1, -back)
+    return found
 
 
 def same_basis(one: Basis, other: Basis) -> bool:
