@@ -41,9 +41,6 @@ EXCEPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Books that may be kept by step (or not have changed), and why, besides `Case.by_step`."""
 
-FOLLOW_SIGNS = ("Rprop", "Lion")
-"""Under autocast, a gradient that 16 bits round across zero turns their step around."""
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -57,6 +54,8 @@ class Cell:
     """Whether recording changed nothing, to the bit."""
     reading: float
     """The largest remainder of the spotlight's readings, relative to the layer's output."""
+    rounding: bool
+    """Whether no remainder is more than 1e-6 and more than rounding of stored weights can be."""
 
 
 @dataclass
@@ -120,6 +119,7 @@ def run_cell(
         same(recorded.model.state_dict(), twin.model.state_dict())
         and same(after.state_dict()["state"], plain.state_dict()["state"]),
         worst_reading(run, recorded.model, recorded.x[:3]),
+        not audit.beyond_rounding,
     )
 
 
@@ -156,7 +156,7 @@ def same(one: Any, other: Any) -> bool:
 
 def tolerance(optimizer: str, dtype: torch.dtype) -> float:
     """The remainder that is allowed, relative to the change of the weights."""
-    return LOOSER.get(optimizer, TOLERANCE[dtype])
+    return LOOSER.get(optimizer, TOLERANCE)[dtype]
 
 
 def unexpected(case: str, reasons: Mapping[str, str]) -> dict[str, str]:

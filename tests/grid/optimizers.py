@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
+import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -46,7 +47,7 @@ if find_spec("pytorch_optimizer") is None:  # likewise
 if not hasattr(optim, "Muon"):  # new in torch 2.9
     del OPTIMIZERS["Muon"]
 
-LOOSER = {"Muon": 5e-2}
+LOOSER = {"Muon": {torch.float32: 1e-2, torch.float64: 5e-2}}
 """Remainders that are larger for a known cause: torch's Newton–Schulz computes in bfloat16."""
 
 

@@ -224,7 +224,7 @@ def assert_columns(made: Any, grouping: Grouping) -> None:
     whole, parts = (
         columns_of(Contributions(accounting, grouping, memory=memory)) for memory in (1 << 30, 1)
     )
-    every = row_parts(accounting, made.run.info.books)
+    every = row_parts(accounting, made.run.info.books, made.run.source.numbers)
     for name, (columns, pieces) in whole.items():
         gross = np.abs(columns).sum(0).max()
         assert np.abs(columns - parts[name][0]).max() <= ROUNDING * gross, name

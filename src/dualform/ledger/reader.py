@@ -148,15 +148,18 @@ class Ledger:
 
     def weights(self, step: int) -> dict[str, Tensor]:
         """Every parameter as it was after `step`, exactly as kept."""
+        file = self.kept(step)
+        return {name: file.read(name) for name in file.entries}
+
+    def kept(self, step: int) -> TensorFile:
+        """The file of what was kept of `step`: parameters, and the optimizer's memory of them."""
         if step == 0:
-            file = TensorFile(self.path / INITIAL_FILE)
-        elif step in self._weights:
-            file = self._weights[step].file
-        else:
+            return TensorFile(self.path / INITIAL_FILE)
+        if step not in self._weights:
             raise UnknownStepError(
                 f"the weights of step {step} were not kept; those of {self.kept_steps} were."
             )
-        return {name: file.read(name) for name in file.entries}
+        return self._weights[step].file
 
     def _declarations(self) -> Iterator[Declaration]:
         for shard in self.shards:

@@ -20,6 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+WIDENED = 1024
+"""How many rows are put into float64 at a time."""
+
 
 def as_matrix(parameter: Tensor, view: str, groups: int = 1) -> Tensor:
     """A parameter as a matrix: by "rows", "swapped" (second dimension first), or "flat".
@@ -136,10 +139,10 @@ class Sides:
 
     def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`Σ c a ⊗ b` over the rows, as a float64 matrix of this shape."""
-        total = torch.zeros(shape, dtype=torch.float64, device=self.a.device)
         top, left = self.at
         if self.a.ndim == 1:
             assert self.b is not None
+            total = torch.zeros(shape, dtype=torch.float64, device=self.a.device)
             scaled = self.b.double() * coefficients[:, None]
             total[:, left : left + scaled.shape[1]].index_add_(0, self.a + top, scaled)
             return total
@@ -147,12 +150,24 @@ class Sides:
         if self.b is None:
             block = scaled.sum(0)[:, None]
         elif self.b.ndim == 2:
-            block = scaled.T @ self.b.double()
+            block = _summed_products(scaled, self.b)
         else:
             grouped = by_group(scaled, self.b.shape[1])
             block = torch.einsum("rgo,rgi->goi", grouped, self.b.double()).flatten(0, 1)
-        total[top : top + block.shape[0], left : left + block.shape[1]] += block
+        if block.shape == shape:
+            return block
+        total = torch.zeros(shape, dtype=torch.float64, device=self.a.device)
+        total[top : top + block.shape[0], left : left + block.shape[1]] = block
         return total
+
+
+def _summed_products(a: Tensor, b: Tensor) -> Tensor:
+    """`aᵀ b` in float64; by a processor some rows at a time, so that they stay in its cache."""
+    total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64, device=a.device)
+    count = WIDENED if a.device.type == "cpu" else max(1, len(a))
+    for some, others in zip(torch.split(a, count), torch.split(b, count), strict=True):
+        total.addmm_(some.T, others.double())
+    return total
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from dualform.ledger import Book, Ledger
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import Scan
 from dualform.read.shown import Shown, framed, pandas_frame
-from dualform.read.weights import gross_part, initial_part, reconstruct
+from dualform.read.weights import balance, gross_part
+from dualform.record.optimizers import BY_ROW, ScalarRule
 
 ROUNDING = "it changed by no more than rounding: the remainder is relative to what was added up"
 SUSPECT = 1e-6
@@ -25,6 +27,11 @@ SUSPECT = 1e-6
 @dataclass(frozen=True)
 class BookAudit:
     """One line of an audit: how a parameter was kept, and how far its rows miss it.
+
+    `rounding` is how much of the remainder the rounding of stored weights alone can be. A step
+    rounds a weight at most twice (its decay, and the step), by half a unit in its last place each:
+    so it is one such unit for each step, divided by what the remainder is divided by, and much
+    where a parameter changed little for its size.
 
     >>> from dualform.testing import tiny_run
     >>> run, _, _ = tiny_run()
@@ -40,6 +47,7 @@ class BookAudit:
     remainder: float
     bytes: int
     reason: str = ""
+    rounding: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,6 +71,17 @@ class Audit(Shown):
         """The largest relative remainder over the books; NaN where none could be measured."""
         remainders = [book.remainder for book in self.books]
         return float("nan") if any(map(math.isnan, remainders)) else max(remainders, default=0.0)
+
+    @property
+    def beyond_rounding(self) -> list[BookAudit]:
+        """Books whose remainder is more than 1e-6, and more than rounding of weights can be.
+
+        >>> small = BookAudit("a", (1,), "row", 9, remainder=3e-6, bytes=0, rounding=1e-5)
+        >>> lines = [small, replace(small, name="b", rounding=0.0)]
+        >>> [book.name for book in Audit(lines, step=1, measured_at=1, bytes=0).beyond_rounding]
+        ['b']
+        """
+        return [book for book in self.books if book.remainder > max(SUSPECT, book.rounding)]
 
     @property
     def coverage(self) -> float:
@@ -103,12 +122,12 @@ class Audit(Shown):
             f"by row · {self.bytes / 1e6:,.1f} MB"
         )
         table = Table()
-        for name in ("book", "shape", "kept by", "rows", "remainder", "MB"):
+        for name in ("book", "shape", "kept by", "rows", "remainder", "rounding", "MB"):
             table.add_column(name, justify="left" if name in ("book", "kept by") else "right")
         for book in self.books:
             kept = f"{book.granularity} ({book.reason})" if book.reason else book.granularity
             cells = [book.name, "×".join(map(str, book.shape)), kept, f"{book.rows:,}"]
-            cells += [f"{book.remainder:.1e}", f"{book.bytes / 1e6:,.1f}"]
+            cells += [f"{book.remainder:.1e}", f"{book.rounding:.1e}", f"{book.bytes / 1e6:,.1f}"]
             table.add_row(*map(Text, cells))
         return framed(self._title, table, note)
 
@@ -117,28 +136,47 @@ def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -
     """Adds every book up and compares it with the weights that were kept."""
     measured = max(step for step in ledger.kept_steps if step <= until)
     accounting, latest = Accounting(ledger, measured, device), Accounting(ledger, until)
-    kept = ledger.weights(measured)
-    books = reconstruct(accounting)
-    lines = []
+    kept, lines = ledger.kept(measured), []
     for book in ledger.info.books:
-        weight = kept[book.name].double()
-        change = weight - initial_part(accounting, book)
-        gap, scale = (weight - books[book.name]).norm(), change.norm()
-        size = weight.norm()
-        if gap > SUSPECT * scale and _is_column(book):  # rows that cancel leave their rounding
-            size = torch.maximum(size, gross_part(accounting, book).norm())
-        small = bool(scale <= _rounding(book, measured) * size)
-        remainder = float(gap / (size if small else scale).clamp_min(1e-300))
-        if measured == 0 < until:
-            remainder = float("nan")
-        line = _line(ledger, latest, book, until, remainder)
-        changed = small and line.granularity != "frozen"
+        found = _measure(accounting, book, kept.read(book.name).double())
+        remainder = found.remainder if measured or not until else float("nan")
+        line = replace(_line(ledger, latest, book, until, remainder), rounding=found.rounding)
+        changed = found.small and line.granularity != "frozen"
         lines.append(replace(line, reason=ROUNDING) if changed else line)
     return Audit(lines, until, measured, ledger.nbytes)
 
 
+class _Measured(NamedTuple):
+    """A remainder, how much of it rounding can be, and whether the change is no more than that."""
+
+    remainder: float
+    rounding: float
+    small: bool
+
+
+def _measure(accounting: Accounting, book: Book, weight: Tensor) -> _Measured:
+    """A book against the weight that was kept."""
+    whole, initial = balance(accounting, book)
+    gap, scale, size = ((weight - part).norm() for part in (whole, initial, 0.0))
+    numbers = isinstance(accounting.rule, ScalarRule)
+    if numbers and gap > SUSPECT * scale and _is_column(book):  # rows that cancel leave rounding
+        size = torch.maximum(size, gross_part(accounting, book).norm())
+    small = bool(scale <= _rounding(book, accounting.until) * size)
+    relative_to = float((size if small else scale).clamp_min(1e-300))
+    steps = int((accounting.states(book) == BY_ROW).sum())
+    places = steps * float(_last_place(weight, book).norm())
+    return _Measured(float(gap) / relative_to, places / relative_to, small)
+
+
 def _is_column(book: Book) -> bool:
     return all(term.view == "flat" for term in book.terms.values())
+
+
+def _last_place(weight: Tensor, book: Book) -> Tensor:
+    """A unit in the last place of each element, as it is stored."""
+    _, exponent = torch.frexp(weight)
+    eps = torch.finfo(getattr(torch, book.dtype)).eps
+    return torch.where(weight == 0, 0.0, torch.ldexp(torch.full_like(weight, eps / 2), exponent))
 
 
 def _rounding(book: Book, steps: int) -> float:

@@ -53,12 +53,17 @@ class Accounting:
         shares: Sequence[float] = (),
     ) -> None:
         self.ledger, self.until, self.device = ledger, until, device
-        self._shares = [*shares] or [*[0.0] * until, 1.0]
+        self.shares = [*shares] or [*[0.0] * until, 1.0]
         """How much the parameters after each step count: a mean, or only the last of them."""
         self.rule = rule_named(ledger.info.rule)
         self._columns = {book.name: at for at, book in enumerate(ledger.info.books)}
         self._known: dict[tuple[bytes, ...], Coefficients] = {}
         self._initial: dict[str, Pair] = {}
+
+    @property
+    def turns(self) -> bool:
+        """Whether steps turn gradients into other bases."""
+        return isinstance(self.rule, StateRule) and self.rule.turns
 
     @cached_property
     def _states(self) -> NDArray[np.uint8]:
@@ -120,7 +125,7 @@ class Accounting:
             yield Span(first, last, dict(found))
         for replay in replays:
             on_W, on_b = replay.r
-            self._initial[replay.book.name] = (plus(on_W, self._shares[0]), on_b)
+            self._initial[replay.book.name] = (plus(on_W, self.shares[0]), on_b)
 
     def initial(self, book: Book) -> Pair:
         """What has become of the book's first value, and of its first buffer."""
@@ -134,7 +139,7 @@ class Accounting:
 
     def changes(self) -> list[float]:
         """(T + 1,): how much an observed change counts by its step's number: it stays."""
-        return [float(share) for share in np.cumsum(self._shares[::-1])[::-1]]
+        return [float(share) for share in np.cumsum(self.shares[::-1])[::-1]]
 
     def history(self, book: Book) -> History:
         """What happened to the book, step by step."""
@@ -149,7 +154,7 @@ class Accounting:
         history = self.history(book)
         key = (history.states.tobytes(), history.hyper.tobytes(), repr(history.buffers).encode())
         if key not in self._known:
-            self._known[key] = rule.coefficients(history, self._shares)
+            self._known[key] = rule.coefficients(history, self.shares)
         return self._known[key]
 
     def _numbers(self, rule: ScalarRule, book: Book) -> Numbers:
@@ -161,7 +166,7 @@ class Accounting:
     def _replay(self, rule: StateRule, book: Book, spans: Sequence[tuple[int, int]]) -> Replay:
         factors = self.factors(book).tolist()
         return Replay(
-            self.ledger, rule, book, self.history(book), factors, spans, self._shares, self.device
+            self.ledger, rule, book, self.history(book), factors, spans, self.shares, self.device
         )
 
 

@@ -16,9 +16,12 @@ from dualform.memory.blocks import Bilinear, Functional, as_matrix
 from dualform.read.coefficients import Accounting, Span
 from dualform.read.questions import functional, through
 from dualform.read.scan import Chunk, Scan, row_sides
+from dualform.read.turning import Turning, can_turn
 from dualform.record.optimizers import Operator, Turned
 
 Question: TypeAlias = Functional | Bilinear
+Turnings: TypeAlias = dict[tuple[str, str], Turning]
+"""Questions in other bases, by book and stream."""
 DENSE = 1 << 24
 """How many numbers questions may have together once they are no longer of rank one."""
 
@@ -87,16 +90,20 @@ def row_answers(
     Args:
         question: what is asked of a book, as the stream of this name sees it.
     """
+    turnings: Turnings = {}
     for span in source.accounting.spans(books):
         for stream in source.ledger.info.streams:
             asked = {b.name: question(b, stream.name) for b in books if stream.name in b.terms}
             fed = [book for book in books if book.name in asked]
             scan = Scan(source.ledger, stream, span.last, source.device, span.first)
             for chunk in scan if fed else ():
-                yield chunk, {b.name: _answers(chunk, b, span, asked[b.name]) for b in fed}
+                found = {b.name: _answers(chunk, b, span, asked[b.name], turnings) for b in fed}
+                yield chunk, found
 
 
-def _answers(chunk: Chunk, book: Book, span: Span, question: Question) -> Tensor:
+def _answers(
+    chunk: Chunk, book: Book, span: Span, question: Question, turnings: Turnings
+) -> Tensor:
     """(rows, questions): what rows answer about one parameter, as the optimizer made them count."""
     term, coefficients = book.terms[chunk.stream.name], span.coefficients[book.name]
     sides = row_sides(chunk, term)
@@ -106,10 +113,15 @@ def _answers(chunk: Chunk, book: Book, span: Span, question: Question) -> Tensor
     part = chunk.values.new_zeros(len(chunk.keys), len(question), dtype=torch.float64)
     wide = sides.double()  # what is divided by small gradients needs the digits
     for step, rows in chunk.by_step():
-        if step in coefficients:
-            for some in _pieces(question, coefficients[step], book):
-                asked = through(question[some], coefficients[step], term)
-                part[rows, some] = asked.of(wide[rows])
+        operator = coefficients.get(step)
+        if isinstance(operator, Turned) and can_turn(question, book.shape, term):
+            key = (book.name, chunk.stream.name)
+            if key not in turnings:
+                turnings[key] = Turning(question, book.shape, chunk.keys.device)
+            part[rows] = turnings[key].answers(operator, wide[rows])
+        elif operator is not None:
+            for some in _pieces(question, operator, book):
+                part[rows, some] = through(question[some], operator, term).of(wide[rows])
     return part
 
 

@@ -51,9 +51,11 @@ class Questions:
     def sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> dict[str, Array]:
         """(groups, queries) for each book: what the rows of each group contributed.
 
-        Row by row, a query costs as much as building the matrix that all queries share.
+        Row by row, a query costs as much as building the matrix that all queries share, but far
+        less where an optimizer turns gradients: the matrix is then turned sample by sample.
         """
-        if len(next(iter(self.directions.values()))) == 1:
+        queries = len(next(iter(self.directions.values())))
+        if queries == 1 or self.source.accounting.turns:
             return row_sums(self.source, self.directions, grouping, books)
         matrix = Contributions(self.source.accounting, grouping, books)
         found = times(matrix, self.directions)

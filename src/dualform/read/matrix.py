@@ -19,10 +19,11 @@ from torch import Tensor
 
 from dualform.ledger import Book, Term
 from dualform.memory.blocks import Sides, as_matrix, from_matrix, matrix_shape, through_views
-from dualform.read.coefficients import Accounting, Span
+from dualform.read.coefficients import Accounting
 from dualform.read.grouped import Grouping, Records, Region, add_groups, add_records
 from dualform.read.replay import step_gradients
 from dualform.read.scan import Chunk, Scan, row_sides
+from dualform.read.turning import Chain, Later
 from dualform.record.optimizers import BY_ROW, Modewise, Operator, ScalarRule, Sided, Turned
 
 COLUMN_BYTES = 256 << 20
@@ -142,18 +143,55 @@ class Contributions:
     def _add_replayed(
         self, into: Tensor, book: Book, stream: str, term: Term, region: Region
     ) -> None:
-        """In the order of time, since what a step made of its rows is an operator of its own."""
-        accounting = self._accounting
-        found = accounting.ledger.info.stream(stream)
-        for span in accounting.spans([book]):
-            for chunk in Scan(accounting.ledger, found, span.last, into.device, span.first):
-                self._add_chunk(into, chunk, book, term, region, span)
+        """In the order of time, since what a step made of its rows is an operator of its own.
+
+        What later bases share is applied once a basis, if all groups fit into memory as they are.
+        """
+        later = Later() if 4 * self.groups * book.size <= self._memory else None
+        for span in self._accounting.spans([book]):
+            operators = span.coefficients[book.name]
+            assert isinstance(operators, dict)
+            if later is not None:
+                operators = {step: later.own(step, found) for step, found in operators.items()}
+            self._add_steps(into, book, stream, term, region, operators)
+        for chain in later.chains() if later is not None else ():
+            self._add_chain(into, book, stream, term, region, chain)
+
+    def _add_chain(
+        self, into: Tensor, book: Book, stream: str, term: Term, region: Region, chain: Chain
+    ) -> None:
+        """What each basis makes of all that came before it, as far as it has not faded."""
+        whole = Region.whole(*_shape(book, term))
+        sums = into.new_zeros(self.groups, *whole.shape)
+        for tail, numbers in chain:
+            self._add_steps(sums, book, stream, term, whole, numbers)
+            into += region.of(through_views(tail.part, sums, book.shape, term.view, term.groups))
+            sums *= tail.rest
+
+    def _add_steps(
+        self,
+        into: Tensor,
+        book: Book,
+        stream: str,
+        term: Term,
+        region: Region,
+        operators: Mapping[int, Operator],
+    ) -> None:
+        """Adds the rows of some steps through their operators."""
+        ledger = self._accounting.ledger
+        first, last = min(operators, default=1), max(operators, default=0)
+        for chunk in Scan(ledger, ledger.info.stream(stream), last, into.device, first):
+            self._add_chunk(into, chunk, book, term, region, operators)
 
     def _add_chunk(
-        self, into: Tensor, chunk: Chunk, book: Book, term: Term, region: Region, span: Span
+        self,
+        into: Tensor,
+        chunk: Chunk,
+        book: Book,
+        term: Term,
+        region: Region,
+        operators: Mapping[int, Operator],
     ) -> None:
-        operators = span.coefficients[book.name]
-        assert isinstance(operators, dict)
         sides, whole = row_sides(chunk, term), Region.whole(*_shape(book, term))
         columns = [c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions)]
         groups, numbers = torch.unique(self._grouping.of(*columns), return_inverse=True)

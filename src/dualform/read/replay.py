@@ -8,7 +8,7 @@ are then found backward, a span of about √T steps at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger
 from dualform.ledger.format import BUFFER, STATE
-from dualform.read.scan import Scan, row_sides, rows_total
+from dualform.read.rounding import is_rounded, seen_gradients
+from dualform.read.scan import Chunk, Scan, row_sides, rows_total
 from dualform.record.optimizers import (
     BY_ROW,
     STILL,
@@ -26,12 +27,17 @@ from dualform.record.optimizers import (
     Pair,
     State,
     StateRule,
-    Transition,
+    Step,
+    times,
     walk_back,
 )
 
 SPAN_BYTES = 256 << 20
 """How much the transitions of one span may take, unless a span of √T steps takes more."""
+
+
+Replayed = tuple[dict[int, Tensor], dict[int, Tensor]]
+"""Gradients by step, and what the sums of rows were multiplied by to be them, if by anything."""
 
 
 class Moment(NamedTuple):
@@ -65,44 +71,42 @@ class Replay:
 
     def back(self, first: int, last: int) -> dict[int, Operator]:
         """The coefficient of each step of a span, by its number."""
-        transitions = [STILL] * (last - first + 1)
+        transitions: list[Step] = [STILL] * (last - first + 1)
+        ratios: Mapping[int, Tensor] = {}
         if (self._history.states[first - 1 : last] == BY_ROW).any():
-            transitions, _ = self._forward(self._before(first), first, last)
+            gradients, ratios = self._gradients(first, last)
+            transitions, _ = self._forward(self._before(first), first, last, gradients)
         found, self.r = walk_back(transitions, self.r, self._shares[first : last + 1])
         if not self._history.buffers.get(first - 1, True):
             self.r = (self.r[0], 0.0)  # a recorder started here, and its optimizer had no buffer
-        numbered = enumerate(found, start=first)
-        return {t: H * float(self._factors[t - 1]) for t, H in numbered if self._by_row(t)}
+        numbered = [(t, H) for t, H in enumerate(found, start=first) if self._by_row(t)]
+        factors = {t: float(self._factors[t - 1]) * ratios.get(t, 1.0) for t, _ in numbered}
+        return {t: times(H, factors[t]) for t, H in numbered}
 
     def _before(self, first: int) -> Moment:
         """The state before a span, replayed from the last step at which it was kept."""
         kept = max(step for step in self._ledger.kept_steps if step < first)
         if first not in self._moments:
-            moment = self._kept(kept)
+            moment = kept_moment(self._ledger, self._rule, self.book, kept, self._device)
             for start, end in self._spans:
                 if kept < start < first:
                     self._moments[start] = moment
-                    _, moment = self._forward(moment, start, end)
+                    gradients, _ = self._gradients(start, end)
+                    _, moment = self._forward(moment, start, end, gradients)
             self._moments[first] = moment
         return self._moments.pop(first)
 
-    def _kept(self, step: int) -> Moment:
-        kept, name = self._ledger.weights(step), self.book.name
-        W = self._wide(kept[name])
-        b = self._wide(kept[BUFFER + name]) if BUFFER + name in kept else torch.zeros_like(W)
-        parts = [part for part in self._rule.state if f"{STATE}{part}:{name}" in kept]
-        return Moment(W, b, {part: self._wide(kept[f"{STATE}{part}:{name}"]) for part in parts})
+    def _gradients(self, first: int, last: int) -> Replayed:
+        return replayed_gradients(self._ledger, self._rule, self.book, first, last, self._device)
 
-    def _wide(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, torch.float64)
-
-    def _forward(self, at: Moment, first: int, last: int) -> tuple[list[Transition], Moment]:
+    def _forward(
+        self, at: Moment, first: int, last: int, gradients: Mapping[int, Tensor]
+    ) -> tuple[list[Step], Moment]:
         """What each step did, and the state after them."""
-        gradients = step_gradients(self._ledger, self.book, first, last, self._device)
         W, b, state = at
-        transitions = []
+        transitions: list[Step] = []
         for t in range(first, last + 1):
-            transition = STILL
+            transition: Step = STILL
             if self._by_row(t):
                 gradient = gradients.get(t, torch.zeros_like(W)) * float(self._factors[t - 1])
                 known = self._history.named(t - 1)
@@ -116,19 +120,66 @@ class Replay:
         return bool(self._history.states[t - 1] == BY_ROW)
 
 
+def kept_moment(
+    ledger: Ledger, rule: StateRule, book: Book, step: int, device: torch.device | str = "cpu"
+) -> Moment:
+    """A book after a kept step, in float64; the buffer is zero where there was none."""
+    file, name = ledger.kept(step), book.name
+    state = {part: f"{STATE}{part}:{name}" for part in rule.state}
+
+    def wide(entry: str) -> Tensor:
+        return file.read(entry).to(device, torch.float64)
+
+    W = wide(name)
+    b = wide(BUFFER + name) if BUFFER + name in file else torch.zeros_like(W)
+    return Moment(W, b, {part: wide(entry) for part, entry in state.items() if entry in file})
+
+
+def replayed_gradients(
+    ledger: Ledger,
+    rule: StateRule,
+    book: Book,
+    first: int,
+    last: int,
+    device: torch.device | str = "cpu",
+) -> Replayed:
+    """Each step's gradient as a rule needs it: where it follows signs, as a kernel rounded it.
+
+    A rounding has no parts: a row's share of it is what the rounded sum is to the sum, one number
+    for each element, by which coefficients are multiplied.
+    """
+    sums = step_gradients(ledger, book, first, last, device)
+    if not (rule.follows_signs and is_rounded(ledger, book)):
+        return sums, {}
+    seen = seen_gradients(ledger, book, first, last, device)
+    ratios = {t: torch.where(g == 0, 1.0, seen[t] / g) for t, g in sums.items()}
+    return {t: g * ratios[t] for t, g in sums.items()}, ratios
+
+
 def step_gradients(
-    ledger: Ledger, book: Book, first: int, last: int, device: torch.device | str = "cpu"
+    ledger: Ledger,
+    book: Book,
+    first: int,
+    last: int,
+    device: torch.device | str = "cpu",
+    samples: Tensor | None = None,
 ) -> dict[int, Tensor]:
-    """The sum of a book's rows for each step of a span, by its number, in float64."""
+    """The sum of a book's rows (of some samples) for each step of a span, by its number."""
     found: dict[int, Tensor] = {}
     for name, term in book.terms.items():
         for chunk in Scan(ledger, ledger.info.stream(name), last, device, first):
-            sides = row_sides(chunk, term)
+            sides, counts = row_sides(chunk, term), chosen(chunk, samples)
             for t, rows in chunk.by_step():
-                ones = torch.ones(rows.stop - rows.start, dtype=torch.float64, device=device)
-                gradient = rows_total(book, term, sides[rows], ones)
-                found[t] = found[t] + gradient if t in found else gradient
+                gradient = rows_total(book, term, sides[rows], counts[rows])
+                found[t] = found[t].add_(gradient) if t in found else gradient
     return found
+
+
+def chosen(chunk: Chunk, samples: Tensor | None) -> Tensor:
+    """(rows,): 1 for the rows that count, 0 for the others, in float64."""
+    if samples is None:
+        return torch.ones(len(chunk.keys), dtype=torch.float64, device=chunk.keys.device)
+    return torch.isin(chunk.samples, samples.to(chunk.samples.device)).double()
 
 
 def spans_of(ledger: Ledger, until: int, size: int) -> list[tuple[int, int]]:

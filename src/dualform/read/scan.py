@@ -46,6 +46,16 @@ class RowColumns:
         return self._segments[:, 0].repeat_interleave(self._counts)
 
     @cached_property
+    def uses(self) -> Tensor:
+        """(rows,): the number of each row's segment: a use of the layer in a backward pass."""
+        return torch.arange(len(self._counts)).repeat_interleave(self._counts)
+
+    def step_and_batch(self, use: int) -> tuple[int, int]:
+        """Where a use belongs."""
+        step, batch = self._segments[use, :2].tolist()
+        return step, batch
+
+    @cached_property
     def samples(self) -> Tensor:
         """(rows,): the stored id of each row's sample."""
         begins = self._begins.repeat_interleave(self._counts)
@@ -100,6 +110,14 @@ class Chunk:
         begin = 0
         for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
             yield step, slice(begin, begin + count)
+            begin += count
+
+    def by_use(self) -> Iterator[tuple[int, tuple[int, int], slice]]:
+        """Each use's number in its shard, its step and batch, and its rows."""
+        uses, counts = torch.unique_consecutive(self._of(self.columns.uses), return_counts=True)
+        begin = 0
+        for use, count in zip(uses.tolist(), counts.tolist(), strict=True):
+            yield use, self.columns.step_and_batch(use), slice(begin, begin + count)
             begin += count
 
     @cached_property

@@ -10,18 +10,20 @@ from torch import Tensor
 
 from dualform.ledger import Book, Term
 from dualform.ledger.format import BUFFER
-from dualform.read.coefficients import Accounting, StepCoefficients
+from dualform.read.coefficients import Accounting
+from dualform.read.forward import Forward
+from dualform.read.replay import chosen
 from dualform.read.scan import Chunk, Scan, row_sides, rows_total
-from dualform.record.optimizers import apply
+from dualform.record.optimizers import ScalarRule, apply
 
 
 def initial_part(accounting: Accounting, book: Book) -> Tensor:
     """`c0 · W_0` (and the buffer training started with), in float64."""
-    kept = accounting.ledger.weights(0)
+    kept = accounting.ledger.kept(0)
     on_W, on_b = accounting.initial(book)
-    part = apply(on_W, kept[book.name].double())
+    part = apply(on_W, kept.read(book.name).double())
     if BUFFER + book.name in kept:
-        part = part + apply(on_b, kept[BUFFER + book.name].double())
+        part = part + apply(on_b, kept.read(BUFFER + book.name).double())
     return part.cpu()
 
 
@@ -37,67 +39,53 @@ def step_part(accounting: Accounting, book: Book) -> Tensor:
     return total
 
 
-def row_parts(
-    accounting: Accounting, books: Sequence[Book], samples: Tensor | None = None
-) -> dict[str, Tensor]:
-    """What the rows of each book add up to (of some samples only, if given), in float64."""
-    return {book.name: _row_part(accounting, book, samples) for book in books}
+def row_parts(accounting: Accounting, books: Sequence[Book], samples: Tensor) -> dict[str, Tensor]:
+    """What the rows of some samples add up to in each book, in float64."""
+    if isinstance(accounting.rule, ScalarRule):
+        return {book.name: _row_part(accounting, book, samples) for book in books}
+    return {book.name: Forward(accounting, book, samples).sums()[2] for book in books}
 
 
 def _row_part(accounting: Accounting, book: Book, samples: Tensor | None) -> Tensor:
     total = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
-    for chunk, term, coefficients in _chunks(accounting, book):
-        total += _chunk_part(book, term, chunk, _chosen(chunk, samples), coefficients)
+    for chunk, term, numbers in _chunks(accounting, book):
+        counts = chosen(chunk, samples) * numbers[chunk.steps]
+        total += rows_total(book, term, row_sides(chunk, term), counts)
     return total.cpu()
 
 
 def gross_part(accounting: Accounting, book: Book) -> Tensor:
     """The sum of the sizes of what each row adds to an offset or scale, whatever its sign."""
     total = torch.zeros(book.size, 1, dtype=torch.float64, device=accounting.device)
-    for chunk, term, coefficients in _chunks(accounting, book):
+    for chunk, term, numbers in _chunks(accounting, book):
         sides = row_sides(chunk, term)
-        if isinstance(coefficients, Tensor) and sides.b is None:
+        if sides.b is None:
             sizes = replace(sides, a=sides.a.abs())
-            total += sizes.total(coefficients[chunk.steps].abs(), tuple(total.shape))
+            total += sizes.total(numbers[chunk.steps].abs(), tuple(total.shape))
     return total.cpu()
 
 
-def _chunks(accounting: Accounting, book: Book) -> Iterator[tuple[Chunk, Term, StepCoefficients]]:
-    """All rows of a book, with the term they enter by and the coefficients of their steps."""
+def _chunks(accounting: Accounting, book: Book) -> Iterator[tuple[Chunk, Term, Tensor]]:
+    """All rows of a book under a rule of numbers, with their term and the steps' coefficients."""
     ledger = accounting.ledger
     for span in accounting.spans([book]) if book.terms else ():
+        numbers = span.coefficients[book.name]
+        assert isinstance(numbers, Tensor)
         for name, term in book.terms.items():
-            stream = ledger.info.stream(name)
-            for chunk in Scan(ledger, stream, span.last, accounting.device, span.first):
-                yield chunk, term, span.coefficients[book.name]
+            for chunk in Scan(ledger, ledger.info.stream(name), span.last, accounting.device):
+                yield chunk, term, numbers
 
 
-def _chosen(chunk: Chunk, samples: Tensor | None) -> Tensor:
-    """(rows,): 1 for the rows that count, 0 for the others, in float64."""
-    if samples is None:
-        return torch.ones(len(chunk.keys), dtype=torch.float64, device=chunk.keys.device)
-    return torch.isin(chunk.samples, samples.to(chunk.samples.device)).double()
-
-
-def _chunk_part(
-    book: Book, term: Term, chunk: Chunk, chosen: Tensor, coefficients: StepCoefficients
-) -> Tensor:
-    sides = row_sides(chunk, term)
-    if isinstance(coefficients, Tensor):
-        return rows_total(book, term, sides, chosen * coefficients[chunk.steps])
-    part = torch.zeros(book.shape, dtype=torch.float64, device=chunk.keys.device)
-    for step, rows in chunk.by_step():
-        if step in coefficients:
-            gradient = rows_total(book, term, sides[rows], chosen[rows])
-            part += apply(coefficients[step], gradient)
-    return part
+def balance(accounting: Accounting, book: Book) -> tuple[Tensor, Tensor]:
+    """A parameter as its book adds up to it, and its first value's part of that, in float64."""
+    if isinstance(accounting.rule, ScalarRule):
+        initial = initial_part(accounting, book)
+        whole = _row_part(accounting, book, None) + initial
+    else:
+        whole, initial, _ = Forward(accounting, book).sums()
+    return whole + step_part(accounting, book), initial
 
 
 def reconstruct(accounting: Accounting) -> dict[str, Tensor]:
     """Every parameter as the books add up to it, in float64."""
-    books = accounting.ledger.info.books
-    rows = row_parts(accounting, books)
-    return {
-        book.name: rows[book.name] + initial_part(accounting, book) + step_part(accounting, book)
-        for book in books
-    }
+    return {book.name: balance(accounting, book)[0] for book in accounting.ledger.info.books}

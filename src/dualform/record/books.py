@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix, matrix_shape
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
-from dualform.record.plan import Plan, reason_of
+from dualform.record.plan import Plan, reason_of, refusals
 from dualform.record.probe import Look
 from dualform.record.settle import Span, Step
 
@@ -33,7 +33,7 @@ class Books:
         self._columns = {name: at for at, name in enumerate(self._names)}
         self._terms: dict[str, Term] = {}
         """The books that rows are known of, each with one of its terms."""
-        self._by_step: set[str] = set() if rule.fields else set(self._names)
+        self._by_step = {book.name for book in plan.books if book.reason}
         self.unverified: set[str] = set()
         """Books whose rows have not been held against a gradient yet."""
         self._after: dict[str, Tensor] = {}
@@ -109,17 +109,26 @@ class Books:
         return changed
 
     def _give_up(self, number: int) -> list[dict[str, object]]:
-        """Books that have a gradient, and no rows that could explain it: by step from here on."""
-        lost = {name for name, parameter in self._undecided if parameter.grad is not None}
+        """Books whose gradient has no rows that could explain it: by step from here on.
+
+        So are those of a group that was added, or given options, that the rule does not describe.
+        """
+        refused = refusals(self._optimizer, self._rule)
+        lost = {
+            name: refused.get(id(p)) or reason_of(self._model, name)
+            for name, p in [*self._undecided, *self._refused(refused)]
+            if p.grad is not None
+        }
         if not lost:
             return []
-        self.keep_by_step(lost)
+        self.keep_by_step(set(lost))
         self.hold()
-        return [
-            {"step": number, "book": name, "reason": reason_of(self._model, name)}
-            for name in self._names
-            if name in lost
-        ]
+        named = [name for name in self._names if name in lost]
+        return [{"step": number, "book": name, "reason": lost[name]} for name in named]
+
+    def _refused(self, reasons: Mapping[int, str]) -> list[tuple[str, Tensor]]:
+        """Of those kept by row, the parameters that may not be."""
+        return [(name, p) for name, _, p in self._probed if id(p) in reasons] if reasons else []
 
     def _touch(self) -> tuple[list[int], dict[str, Tensor]]:
         """How the step will touch each book, and the gradients of those kept by row."""

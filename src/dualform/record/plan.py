@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
 from dualform.ledger import Book
-from dualform.record.optimizers import Rule
+from dualform.record.optimizers import Rule, why_observed
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,19 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
             "the optimizer has none of the model's parameters; give the one made with "
             "model.parameters()."
         )
-    reason = "" if rule.fields else f"{type(optimizer).__name__} has no rule yet"
+    reason = "" if rule.fields else why_observed(optimizer)
+    refused = refusals(optimizer, rule)
     books = tuple(
-        Book(name, tuple(p.shape), dtype_name(p.dtype), reason=reason)
+        Book(name, tuple(p.shape), dtype_name(p.dtype), reason=reason or refused.get(id(p), ""))
         for name, p in parameters.items()
     )
     return Plan(parameters, books)
+
+
+def refusals(optimizer: Optimizer, rule: Rule) -> dict[int, str]:
+    """Why some parameters cannot be kept by row under their group's options, by their identity."""
+    given = [(group, rule.group_refusal(group)) for group in optimizer.param_groups]
+    return {id(p): reason for group, reason in given if reason for p in group["params"]}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

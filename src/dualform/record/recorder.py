@@ -211,6 +211,7 @@ class Recorder:
             self._books.discover(port.terms)
         self._seen_ports = len(ports)
         step = self._books.observe(self.step + 1)
+        self._watch.dropped |= {note["book"] for note in step.notes}
         if self._books.unverified and (failed := self._verify(step)):
             notes = step.notes + [
                 {"step": step.number, "book": book, "reason": reason}

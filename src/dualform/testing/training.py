@@ -83,7 +83,9 @@ def train(
             optimizer.zero_grad()
 
 
-def tiny_run() -> tuple[Run, nn.Module, Tensor]:
+def tiny_run(
+    make: Callable[..., Optimizer] = torch.optim.SGD,
+) -> tuple[Run, nn.Module, Tensor]:
     """A small run in a temporary folder, its model and its inputs, for examples to ask about.
 
     >>> run, model, x = tiny_run()
@@ -92,7 +94,7 @@ def tiny_run() -> tuple[Run, nn.Module, Tensor]:
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = make(model.parameters(), lr=0.1)
     x, y = torch.randn(8, 4), torch.randn(8, 3)
     path = Path(tempfile.mkdtemp()) / "run"
     train(model, optimizer, x, y, Loop(), path)

@@ -18,9 +18,12 @@ from dualform.record.optimizers.operators import (
     Operator,
     Sided,
     Turned,
+    Value,
+    added,
     along,
     apply,
     plus,
+    times,
 )
 from dualform.record.optimizers.radam import RAdamRule
 from dualform.record.optimizers.rmsprop import RMSpropRule
@@ -32,12 +35,15 @@ from dualform.record.optimizers.rule import (
     UNTOUCHED,
     Coefficients,
     History,
+    Hyper,
     Pair,
     Rule,
     ScalarRule,
     State,
     StateRule,
+    Step,
     Transition,
+    as_tensor,
     walk_back,
 )
 from dualform.record.optimizers.sgd import SGDRule
@@ -75,6 +81,25 @@ def rule_for(optimizer: Optimizer) -> Rule:
     return next(rule for rule in RULES if rule.accepts(optimizer))
 
 
+def why_observed(optimizer: Optimizer) -> str:
+    """Why no rule describes an optimizer: what it is, and what is described.
+
+    >>> import torch
+    >>> why_observed(torch.optim.LBFGS([torch.zeros(1)]))
+    'LBFGS has no rule yet'
+    """
+    kind = type(optimizer)
+    known = [rule for rule in RULES[:-1] if rule.describes(optimizer)]
+    if known:
+        return known[0].refusal(optimizer)
+    names = {rule.optimizer for rule in RULES if rule.optimizer}
+    above = [base.__name__ for base in kind.__mro__[1:] if base.__name__ in names]
+    if above:
+        own = f"{kind.__name__} is a subclass of {above[0]} and may do anything"
+        return f"{own}; by row is {above[0]} itself"
+    return f"{kind.__name__} has no rule yet"
+
+
 def rule_named(name: str) -> Rule:
     """The rule a run says it was recorded with."""
     known = {rule.name: rule for rule in RULES}
@@ -94,6 +119,7 @@ __all__ = [
     "UNTOUCHED",
     "Coefficients",
     "History",
+    "Hyper",
     "Modewise",
     "Operator",
     "Pair",
@@ -102,12 +128,18 @@ __all__ = [
     "Sided",
     "State",
     "StateRule",
+    "Step",
     "Transition",
     "Turned",
+    "Value",
+    "added",
     "along",
     "apply",
+    "as_tensor",
     "plus",
     "rule_for",
     "rule_named",
+    "times",
     "walk_back",
+    "why_observed",
 ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dualform.record.optimizers.descent import Descent
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
 
 
 class AdadeltaRule(StateRule):
@@ -23,13 +23,14 @@ class AdadeltaRule(StateRule):
     """
 
     name = "adadelta"
+    elementwise = True
     optimizer = "Adadelta"
     fields = ("lr", "rho", "eps", "weight_decay", "maximize")
     state = ("square_avg", "acc_delta")
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and both averages after it."""
         descent, rho, eps = Descent.of(hyper), hyper["rho"], hyper["eps"]
         d = descent.direction(W, gradient)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import count, flat, kept
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
 
 
 class AdafactorRule(StateRule):
@@ -45,7 +45,7 @@ class AdafactorRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and the second moment after it."""
         step = count(state)
         V, after = _second_moment(hyper, state, gradient, step ** hyper["beta2_decay"])

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dualform.record.optimizers.adam import inverse_root
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import count, kept
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
 
 
 class AdagradRule(StateRule):
@@ -24,6 +25,7 @@ class AdagradRule(StateRule):
     """
 
     name = "adagrad"
+    elementwise = True
     optimizer = "Adagrad"
     fields = ("lr", "lr_decay", "eps", "weight_decay", "maximize")
     state = ("step", "sum")
@@ -36,10 +38,10 @@ class AdagradRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and the sum after it."""
         descent, step = Descent.of(hyper), count(state)
         total = state["sum"] + descent.direction(W, gradient) ** 2
         eta = hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"])
         after = {"step": kept(step), "sum": total}
-        return descent.transition(along_d=eta / (total.sqrt() + hyper["eps"])), after
+        return descent.transition(along_d=inverse_root(total, eta, hyper["eps"])), after

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import clock, count, flat, kept
-from dualform.record.optimizers.rule import Hyper, Pair, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, Pair, State, StateRule, Step
 
 
 def adam_fields(*own: str) -> tuple[str, ...]:
@@ -24,6 +25,26 @@ def adam_fields(*own: str) -> tuple[str, ...]:
     return (*numbers, *own, "maximize", "capturable", "double")
 
 
+def average_square(v: Tensor | None, d: Tensor, beta: float) -> Tensor:
+    """`β v + (1 - β) d²`; v may be nothing yet.
+
+    >>> average_square(torch.tensor([4.0]), torch.tensor([2.0]), 0.5)
+    tensor([4.])
+    """
+    before = torch.zeros_like(d) if v is None else v * beta
+    return before.addcmul_(d, d, value=1 - beta)
+
+
+def inverse_root(v: Tensor, far: float, eps: float, unbiased: float = 1.0) -> Tensor:
+    """`far / (√(v / unbiased) + ε)`.
+
+    >>> inverse_root(torch.tensor([4.0]), 3.0, 1.0)
+    tensor([1.])
+    """
+    scale = math.sqrt(unbiased)
+    return v.sqrt().add_(eps * scale).reciprocal_().mul_(far * scale)
+
+
 class AdamLike(StateRule):
     """An Adam: averages of a direction `d = ±g + λ W` and of its square, and a step along them.
 
@@ -31,6 +52,7 @@ class AdamLike(StateRule):
     `v ← β2 v + (1 - β2) d²`; how far the step goes along `b` and `d`, each Adam says in `along`.
     """
 
+    elementwise = True
     fields = adam_fields()
     buffer = "exp_avg"
     state: ClassVar[tuple[str, ...]] = ("step", "exp_avg_sq")
@@ -41,12 +63,12 @@ class AdamLike(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and `v` after it."""
         descent, step = Descent.of(hyper), count(state)
         beta1, beta2 = hyper["beta1"], hyper["beta2"]
         d = descent.direction(W, gradient)
-        v = beta2 * state.get("exp_avg_sq", torch.zeros_like(d)) + (1 - beta2) * d**2
+        v = average_square(state.get("exp_avg_sq"), d, beta2)
         after = {**state, "step": kept(step), "exp_avg_sq": v}
         on_b, on_d = self.along(hyper, step, after)
         return descent.transition(on_b, on_d, keep=beta1, take=1 - beta1), after
@@ -90,7 +112,7 @@ class AdamRule(AdamLike):
             v = state["max_exp_avg_sq"] = torch.maximum(v, state.get("max_exp_avg_sq", v))
         t = clock(step, hyper)
         first, second = (float(1 - hyper[beta] ** t) for beta in ("beta1", "beta2"))
-        return hyper["lr"] / first / ((v / second).sqrt() + hyper["eps"]), 0.0
+        return inverse_root(v, hyper["lr"] / first, hyper["eps"], second), 0.0
 
 
 class AdamWRule(AdamRule):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import clock, count, flat, kept
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
 
 
 class AdamaxRule(StateRule):
@@ -27,6 +27,7 @@ class AdamaxRule(StateRule):
     """
 
     name = "adamax"
+    elementwise = True
     optimizer = "Adamax"
     fields = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "capturable", "double")
     buffer = "exp_avg"
@@ -38,7 +39,7 @@ class AdamaxRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and `u` after it."""
         descent, step, beta1 = Descent.of(hyper), count(state), hyper["beta1"]
         size = descent.direction(W, gradient).abs() + hyper["eps"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import count, flat, kept, rounded
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
 
 
 class ASGDRule(StateRule):
@@ -22,11 +22,12 @@ class ASGDRule(StateRule):
     >>> rule, start = ASGDRule(), torch.zeros(1)
     >>> hyper = dict(zip(rule.fields, (0.5, 0.5, 1.0, 0.0, 0.0, 1.0)))
     >>> step, state = rule.transition(hyper, {}, start, start, start)
-    >>> step.n[0], state["eta"].item()
-    (-0.5, 0.4)
+    >>> step.along_d, state["eta"].item()
+    (0.5, 0.4)
     """
 
     name = "asgd"
+    elementwise = True
     optimizer = "ASGD"
     fields = ("lr", "lambd", "alpha", "weight_decay", "maximize", "double")
     state = ("step", "eta")
@@ -37,7 +38,7 @@ class ASGDRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and `h` after it."""
         lr, lambd, step = hyper["lr"], hyper["lambd"], count(state)
         h = float(state.get("eta", rounded(lr, hyper)))

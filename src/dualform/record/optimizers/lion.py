@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.record.optimizers.options import flat, kept
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition, has_real_parameters
+from dualform.record.optimizers.rule import (
+    Hyper,
+    State,
+    StateRule,
+    Step,
+    Transition,
+)
 
 KNOWN = ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")
 """Where the classes named Lion live that do exactly this; they are never imported here."""
@@ -31,15 +37,26 @@ class LionRule(StateRule):
     """
 
     name = "lion"
+    optimizer = "Lion"
+    elementwise = True
+    follows_signs = True
     fields = ("lr", "beta1", "beta2", "weight_decay")
     buffer = "exp_avg"
     state = ("first_lr",)
 
-    def accepts(self, optimizer: Optimizer) -> bool:
+    def describes(self, optimizer: Optimizer) -> bool:
         """Exactly the package's own classes."""
         kind = type(optimizer)
-        known = kind.__module__ in KNOWN and kind.__qualname__ == "Lion"
-        return known and has_real_parameters(optimizer) and _first_lr(optimizer) is not None
+        return kind.__module__ in KNOWN and kind.__qualname__ == "Lion"
+
+    def refusal(self, optimizer: Optimizer) -> str:
+        """Decay that is divided by a first learning rate which may change unseen."""
+        if _first_lr(optimizer) is None:
+            return (
+                "Lion with decoupled_weight_decay=True divides by its first lr, a tensor that may "
+                "change unseen; by row is lr=float"
+            )
+        return super().refusal(optimizer)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, `betas` as two."""
@@ -53,7 +70,7 @@ class LionRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step; nothing but the momentum is remembered."""
         lr, beta1, beta2 = hyper["lr"], hyper["beta1"], hyper["beta2"]
         c = beta1 * b + (1 - beta1) * gradient

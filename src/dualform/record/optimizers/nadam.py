@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualform.record.optimizers.adam import AdamLike, adam_fields
+from dualform.record.optimizers.adam import AdamLike, adam_fields, inverse_root
 from dualform.record.optimizers.options import clock, kept, rounded
 from dualform.record.optimizers.rule import Hyper, Pair, State
 
@@ -29,7 +29,7 @@ class NAdamRule(AdamLike):
     def along(self, hyper: Hyper, step: float, state: State) -> Pair:
         """`η P μ_{t+1} / (1 - Π_{t+1})` along `b`, `η P (1 - μ_t) / (1 - Π_t)` along `d`."""
         second = float(1 - hyper["beta2"] ** clock(step, hyper))
-        P = hyper["lr"] / ((state["exp_avg_sq"] / second).sqrt() + hyper["eps"])
+        P = inverse_root(state["exp_avg_sq"], hyper["lr"], hyper["eps"], second)
         mu, mu_next = _momentum(hyper, step), _momentum(hyper, step + 1)
         product = float(rounded(float(state.get("mu_product", 1.0)), hyper) * mu)
         state["mu_product"] = kept(product)

@@ -18,9 +18,13 @@ class ObservedRule(ScalarRule):
     name = "observed"
     fields = ()
 
-    def accepts(self, optimizer: Optimizer) -> bool:
+    def describes(self, optimizer: Optimizer) -> bool:
         """Every optimizer can be observed."""
         return True
+
+    def refusal(self, optimizer: Optimizer) -> str:
+        """None."""
+        return ""
 
     def transition(self, hyper: Hyper, buffered: bool) -> Transition:
         """Never asked for: no step of an observed run is booked by row."""

@@ -92,15 +92,13 @@ class Part:
         there = along([None if Q is None else Q.T for Q in self.Q], dense)
         return along(self.Q, there.mul_(self.D.to(there)).mul_(self.c))
 
-    def is_in(self, other: Part) -> bool:
-        """Whether both have the very same basis."""
-        pairs = zip(self.Q, other.Q, strict=True)
-        return all(a is b or _same_memory(a, b) for a, b in pairs)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Turned:
-    """`G ↦ Σ c Q (D ∘ Qᵀ G)`: elementwise in other bases, so its own adjoint.
+    """`G ↦ c Q (D ∘ Qᵀ G) + rest · tail(G)`: elementwise in one basis after the other.
+
+    Its own adjoint. Steps that share a basis share what later bases make of a gradient, their tail,
+    up to a number: whoever asks them all applies it once.
 
     >>> swap = torch.eye(2).flip(0)
     >>> scaled = Turned.of((swap,), torch.tensor([1.0, 10.0]))
@@ -108,41 +106,58 @@ class Turned:
     (tensor([30.,  3.]), 1)
     """
 
-    parts: tuple[Part, ...]
+    part: Part
+    tail: Turned | None = None
+    rest: float = 0.0
+    multiple: tuple[float, Turned] | None = None
+    """What it is a multiple of: that is what becomes a tail, so that steps share theirs."""
 
     @classmethod
     def of(cls, Q: Basis, D: Tensor) -> Turned:
         """A single one."""
-        return cls((Part(Q, D),))
+        return cls(Part(Q, D))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the parameters it is for."""
-        return tuple(self.parts[0].D.shape)
+        return tuple(self.part.D.shape)
+
+    @property
+    def parts(self) -> list[Part]:
+        """One for each basis, up to those that have faded."""
+        found, at, share = [self.part], self.tail, self.rest
+        while at is not None and abs(share * at.part.c) > FADED:
+            found.append(replace(at.part, c=at.part.c * share))
+            share, at = share * at.rest, at.tail
+        return found
 
     def __call__(self, dense: Tensor) -> Tensor:
         """On anything whose last dimensions are the parameter's."""
-        found = self.parts[0](dense)
-        for part in self.parts[1:]:
+        first, *others = self.parts
+        found = first(dense)
+        for part in others:
             found += part(dense)
         return found
 
     def __mul__(self, number: float) -> Turned:
-        return Turned(tuple(replace(part, c=part.c * number) for part in self.parts))
+        part, (scale, of) = replace(self.part, c=self.part.c * number), self._as_multiple
+        return Turned(part, self.tail, self.rest * number, (scale * number, of))
 
     __rmul__ = __mul__
 
     def __add__(self, other: Turned) -> Turned:
-        """The sum; parts that share a basis become one."""
-        parts = list(self.parts)
-        for new in other.parts:
-            at = next((i for i, part in enumerate(parts) if part.is_in(new)), None)
-            if at is None:
-                parts.append(new)
-            else:
-                old = parts[at]
-                parts[at] = Part(new.Q, old.c * old.D + new.c * new.D)
-        return Turned(tuple(part for part in parts if abs(part.c) > FADED) or other.parts)
+        """The sum, of which one must be single: where the bases differ, the other is its tail."""
+        one, sum_ = (self, other) if self.tail is None else (other, self)
+        assert one.tail is None, "two sums over bases are never added"
+        if not same_basis(one.part.Q, sum_.part.Q):
+            rest, tail = sum_._as_multiple
+            return Turned(one.part, tail, rest)
+        D = one.part.c * one.part.D + sum_.part.c * sum_.part.D
+        return Turned(Part(one.part.Q, D), sum_.tail, sum_.rest)
+
+    @property
+    def _as_multiple(self) -> tuple[float, Turned]:
+        return (1.0, self) if self.multiple is None else self.multiple
 
 
 def along(matrices: Sequence[Tensor | None], dense: Tensor) -> Tensor:
@@ -151,11 +166,31 @@ def along(matrices: Sequence[Tensor | None], dense: Tensor) -> Tensor:
     >>> along([None, torch.ones(1, 3)], torch.eye(2, 3)).tolist()
     [[1.0], [1.0]]
     """
-    found = dense.clone()
+    found = dense
     for at, matrix in enumerate(matrices, start=dense.ndim - len(matrices)):
         if matrix is not None:
-            found = torch.tensordot(found, matrix.to(found), ([at], [1])).movedim(-1, at)
+            found = _along_one(matrix.to(found), found, dense.ndim - at)
+    return found.clone() if found is dense else found
+
+
+def _along_one(matrix: Tensor, dense: Tensor, back: int) -> Tensor:
+    """Along the dimension that is so many from the end."""
+    if back == 1:
+        return dense @ matrix.T
+    if back == 2:
+        return matrix @ dense
+    found: Tensor = torch.tensordot(dense, matrix, ([-back], [1])).movedim(-1, -back)
     return found
+
+
+def same_basis(one: Basis, other: Basis) -> bool:
+    """Whether both are the very same, not only equal.
+
+    >>> same_basis((None, torch.eye(2)), (None, torch.eye(2)))
+    False
+    """
+    pairs = zip(one, other, strict=True)
+    return all(a is b or _same_memory(a, b) for a, b in pairs)
 
 
 def _same_memory(one: Tensor | None, other: Tensor | None) -> bool:
@@ -163,6 +198,8 @@ def _same_memory(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 Operator: TypeAlias = float | Tensor | Sided | Modewise | Turned
+Value: TypeAlias = Tensor | float
+"""What operators act on: of the parameter's shape, or 0.0 for nothing at all."""
 
 
 def apply(operator: Operator, gradient: Tensor) -> Tensor:
@@ -176,6 +213,26 @@ def apply(operator: Operator, gradient: Tensor) -> Tensor:
     if not isinstance(operator, Sided):
         return operator * gradient
     return operator.matrix @ gradient if operator.left else gradient @ operator.matrix
+
+
+def added(total: Value, operator: Operator, value: Value, sign: float = 1.0) -> Value:
+    """`total ± operator(value)`, in place where there is a total; nothing stays a number.
+
+    >>> added(torch.ones(2), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), sign=-1.0)
+    tensor([-2., -7.])
+    >>> added(0.0, 2.0, torch.ones(2)), added(0.0, 2.0, 0.0)
+    (tensor([2., 2.]), 0.0)
+    """
+    if isinstance(value, float) or _is_zero(operator):
+        return total
+    if isinstance(total, float):
+        found = apply(operator, value)
+        return found if sign == 1 else found.mul_(sign)
+    if isinstance(operator, Tensor):
+        return total.addcmul_(operator, value, value=sign)
+    if isinstance(operator, float):
+        return total.add_(value, alpha=sign * operator)
+    return total.add_(apply(operator, value), alpha=sign)
 
 
 def times(first: Operator, second: Operator) -> Operator:

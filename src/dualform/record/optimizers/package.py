@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.record.optimizers.options import kept
-from dualform.record.optimizers.rule import has_real_parameters
 
 
 def is_packaged(optimizer: Optimizer, name: str) -> bool:
-    """Whether it is the package's own class of this name, with real parameters only.
+    """Whether it is the package's own class of this name.
 
     The package is never imported here.
 
@@ -24,7 +23,7 @@ def is_packaged(optimizer: Optimizer, name: str) -> bool:
     """
     kind = type(optimizer)
     own = kind.__module__ == f"pytorch_optimizer.optimizer.{name.lower()}"
-    return own and kind.__qualname__ == name and has_real_parameters(optimizer)
+    return own and kind.__qualname__ == name
 
 
 def option(optimizer: Optimizer, name: str) -> Tensor:

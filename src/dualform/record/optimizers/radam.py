@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dualform.record.optimizers.adam import AdamLike
+from dualform.record.optimizers.adam import AdamLike, inverse_root
 from dualform.record.optimizers.operators import Operator, times
 from dualform.record.optimizers.options import clock
 from dualform.record.optimizers.rule import Hyper, Pair, State
@@ -45,4 +45,4 @@ def _rectified(hyper: Hyper, t: Any, v: Tensor) -> Operator:
     if length <= 5:
         return 1.0
     rectify = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-    return float((rectify * unbiased) ** 0.5) / (v.sqrt() + hyper["eps"])
+    return inverse_root(v, float((rectify * unbiased) ** 0.5), hyper["eps"])

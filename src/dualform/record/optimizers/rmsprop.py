@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dualform.record.optimizers.adam import average_square, inverse_root
 from dualform.record.optimizers.descent import Descent
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
 
 
 class RMSpropRule(StateRule):
@@ -24,6 +25,7 @@ class RMSpropRule(StateRule):
     """
 
     name = "rmsprop"
+    elementwise = True
     optimizer = "RMSprop"
     fields = ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
     buffer = "momentum_buffer"
@@ -31,16 +33,16 @@ class RMSpropRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and the averages after it."""
         descent, alpha = Descent.of(hyper), hyper["alpha"]
         d = descent.direction(W, gradient)
-        v = alpha * state.get("square_avg", torch.zeros_like(d)) + (1 - alpha) * d**2
+        v = average_square(state.get("square_avg"), d, alpha)
         after = {**state, "square_avg": v}
         if hyper["centered"]:
             a = alpha * state.get("grad_avg", torch.zeros_like(d)) + (1 - alpha) * d
             v, after["grad_avg"] = v - a**2, a
-        P = 1 / (v.sqrt() + hyper["eps"])
+        P = inverse_root(v, 1.0, hyper["eps"])
         if hyper["momentum"] > 0:
             return descent.transition(hyper["lr"], keep=hyper["momentum"], take=P), after
         return descent.transition(along_d=hyper["lr"] * P), after

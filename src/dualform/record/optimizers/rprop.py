@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.options import flat
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
 
 
 class RpropRule(StateRule):
@@ -28,6 +28,8 @@ class RpropRule(StateRule):
     """
 
     name = "rprop"
+    elementwise = True
+    follows_signs = True
     optimizer = "Rprop"
     fields = ("lr", "shrink", "grow", "shortest", "longest", "maximize")
     state = ("prev", "step_size")
@@ -40,7 +42,7 @@ class RpropRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and its lengths and direction."""
         descent = Descent.of(hyper)
         d = descent.direction(W, gradient)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.record.optimizers.operators import Operator, apply, plus, times
+from dualform.record.optimizers.operators import Operator, Value, added, plus, times
 
 UNTOUCHED, BY_ROW, OBSERVED = 0, 1, 2
 """How a step treated a book: left it alone, booked it by row, or booked its observed change."""
@@ -32,30 +32,62 @@ State: TypeAlias = dict[str, Tensor]
 Pair: TypeAlias = tuple[Operator, Operator]
 
 
+class Step(ABC):
+    """One step of `(W, b)`, linear in both and in the gradient."""
+
+    @abstractmethod
+    def forward(self, W: Tensor, b: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """What the step makes of a parameter and its buffer."""
+
+    @abstractmethod
+    def carry(self, W: Value, b: Value) -> tuple[Value, Value]:
+        """What it would make of them without its gradient; 0.0 stands for nothing at all."""
+
+    @abstractmethod
+    def backward(self, r: Pair) -> tuple[Operator, Pair]:
+        """The coefficient of this step's gradient, and `r` for the step before it."""
+
+
 @dataclass(frozen=True)
-class Transition:
-    """One step of `(W, b)`: `z_t = M z_{t-1} + n g_t`, rows W and b."""
+class Transition(Step):
+    """A step written out: `z_t = M z_{t-1} + n g_t`, rows W and b.
+
+    >>> import torch
+    >>> momentum = Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0))
+    >>> momentum.forward(torch.ones(1), torch.ones(1), torch.ones(1))
+    (tensor([0.8500]), tensor([1.5000]))
+    >>> momentum.carry(torch.ones(1), 0.0)
+    (tensor([1.]), 0.0)
+    """
 
     M: tuple[Pair, Pair]
     n: Pair
 
     def forward(self, W: Tensor, b: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """What the step makes of a parameter and its buffer.
-
-        >>> import torch
-        >>> momentum = Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0))
-        >>> momentum.forward(torch.ones(1), torch.ones(1), torch.ones(1))
-        (tensor([0.8500]), tensor([1.5000]))
-        """
-        (WW, Wb), (bW, bb) = self.M
+        """`M z + n g`."""
         on_W, on_b = self.n
-        moved = apply(WW, W) + apply(Wb, b) + apply(on_W, gradient)
-        return moved, apply(bW, W) + apply(bb, b) + apply(on_b, gradient)
+        moved, carried = self.carry(W, b)
+        found = added(moved, on_W, gradient), added(carried, on_b, gradient)
+        return as_tensor(found[0], W), as_tensor(found[1], b)
+
+    def carry(self, W: Value, b: Value) -> tuple[Value, Value]:
+        """`M z`."""
+        (WW, Wb), (bW, bb) = self.M
+        return added(added(0.0, WW, W), Wb, b), added(added(0.0, bW, W), bb, b)
 
     def backward(self, r: Pair) -> tuple[Operator, Pair]:
-        """The coefficient of this step's gradient, and `r` for the step before it."""
+        """`H = r · n`, and `r M`."""
         (WW, Wb), (bW, bb) = self.M
         return _dot(r, self.n), (_dot(r, (WW, bW)), _dot(r, (Wb, bb)))
+
+
+def as_tensor(value: Value, like: Tensor) -> Tensor:
+    """The value, zeros where it is nothing.
+
+    >>> as_tensor(0.0, torch.ones(2))
+    tensor([0., 0.])
+    """
+    return value if isinstance(value, Tensor) else torch.full_like(like, value)
 
 
 def _dot(r: Pair, column: Pair) -> Operator:
@@ -66,41 +98,41 @@ STILL = Transition(((1.0, 0.0), (0.0, 1.0)), (0.0, 0.0))
 SEEN = Transition(((1.0, 0.0), (0.0, 1.0)), (1.0, 0.0))
 
 
-def is_plain(optimizer: Optimizer, name: str) -> bool:
-    """Whether it is torch's optimizer of this name and no other, with real parameters only.
+def is_from_torch(optimizer: Optimizer, name: str) -> bool:
+    """Whether it is torch's optimizer of this name and no other: a subclass may do anything.
 
-    A subclass may do anything; what torch does to complex parameters treats their two parts
-    as two numbers, which no coefficient of the whole can say.
-
-    >>> is_plain(torch.optim.Adam([torch.zeros(1)]), "Adam")
+    >>> is_from_torch(torch.optim.Adam([torch.zeros(1)]), "Adam")
     True
-    >>> is_plain(torch.optim.AdamW([torch.zeros(1)]), "Adam")
+    >>> is_from_torch(torch.optim.AdamW([torch.zeros(1)]), "Adam")
     False
     """
-    kind = getattr(torch.optim, name, None)  # older versions of torch lack some
-    return type(optimizer) is kind and has_real_parameters(optimizer)
+    return type(optimizer) is getattr(torch.optim, name, None)  # older versions lack some
 
 
-def has_real_parameters(optimizer: Optimizer) -> bool:
-    """Whether none of its parameters is complex.
+def complex_parameters(optimizer: Optimizer) -> str:
+    """Why complex parameters have no coefficients; empty where there are none.
 
-    >>> has_real_parameters(torch.optim.Adam([torch.zeros(1, dtype=torch.complex64)]))
-    False
+    >>> complex_parameters(torch.optim.Adam([torch.zeros(1, dtype=torch.complex64)]))
+    'Adam steps the two parts of complex64 parameters apart; by row are real ones'
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return not any(p.is_complex() for p in parameters)
+    dtypes = [str(p.dtype).removeprefix("torch.") for p in parameters if p.is_complex()]
+    name = type(optimizer).__name__
+    apart = f"{name} steps the two parts of {', '.join(dict.fromkeys(dtypes))} parameters apart"
+    return f"{apart}; by row are real ones" if dtypes else ""
 
 
 class Rule(ABC):
     """An optimizer whose step is linear in the gradient, given what it remembers.
 
-    A new rule names its fields and its buffer, and writes two methods: `accepts` (unless it names
-    an optimizer of torch) and `transition`, as `ScalarRule` or `StateRule` asks for it.
+    A new rule names its fields and its buffer, and writes two methods: `describes` (unless it names
+    an optimizer of torch) and `transition`, as `ScalarRule` or `StateRule` asks for it. What it
+    does not describe of such an optimizer, `refusal` and `group_refusal` say.
     """
 
     name: ClassVar[str]
     optimizer: ClassVar[str] = ""
-    """The class in torch.optim that it describes."""
+    """The class that it describes, one of torch.optim unless `describes` says otherwise."""
     fields: ClassVar[tuple[str, ...]]
     """The hyper-parameters of a step; those of the optimizer's groups unless `hyper` says more."""
     buffer: ClassVar[str] = ""
@@ -108,9 +140,21 @@ class Rule(ABC):
     state: ClassVar[tuple[str, ...]] = ()
     """What else of the optimizer's memory its coefficients depend on."""
 
+    def describes(self, optimizer: Optimizer) -> bool:
+        """Whether the rule is for optimizers of this very class."""
+        return is_from_torch(optimizer, self.optimizer)
+
+    def refusal(self, optimizer: Optimizer) -> str:
+        """Why it cannot be kept by row as a whole: what was given, and what can; or nothing."""
+        return complex_parameters(optimizer)
+
+    def group_refusal(self, group: Mapping[str, Any]) -> str:
+        """Why the parameters of a group cannot be kept by row, with its options as they are now."""
+        return ""
+
     def accepts(self, optimizer: Optimizer) -> bool:
         """Whether the rule describes this optimizer exactly."""
-        return is_plain(optimizer, self.optimizer)
+        return self.describes(optimizer) and not self.refusal(optimizer)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The hyper-parameters of a parameter group, as they are now."""
@@ -198,10 +242,17 @@ class ScalarRule(Rule):
 class StateRule(Rule):
     """A rule whose coefficients depend on the gradients seen so far, through `state`."""
 
+    elementwise: ClassVar[bool] = False
+    """Whether each element goes its own way, so that parts of a parameter can be replayed alone."""
+    follows_signs: ClassVar[bool] = False
+    """Whether it steps by the sign of a gradient, whose rounding it therefore magnifies."""
+    turns: ClassVar[bool] = False
+    """Whether its operators are elementwise in other bases, `Turned`."""
+
     @abstractmethod
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and what the optimizer remembers after it.
 
         `state` is what it remembered before, as float64: what `memory` found, or what the last
@@ -219,7 +270,7 @@ class StateRule(Rule):
 
 
 def walk_back(
-    transitions: Sequence[Transition], r: Pair, shares: Sequence[float]
+    transitions: Sequence[Step], r: Pair, shares: Sequence[float]
 ) -> tuple[list[Operator], Pair]:
     """The coefficients of some consecutive steps, and `r` before the first of them.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from dualform.record.optimizers.rule import Hyper, ScalarRule, Transition
 
@@ -19,12 +19,13 @@ class SGDRule(ScalarRule):
     """
 
     name = "sgd"
+    optimizer = "SGD"
     buffer = "momentum_buffer"
     fields = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly torch's SGD: a subclass may do anything."""
-        return type(optimizer) is SGD
+    def refusal(self, optimizer: Optimizer) -> str:
+        """None: numbers serve complex parameters as well."""
+        return ""
 
     def makes_buffer(self, hyper: Hyper) -> bool:
         """torch creates the buffer at the first step with momentum."""

@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.operators import Modewise
 from dualform.record.optimizers.package import is_packaged, option, packed, second_moment, unpacked
-from dualform.record.optimizers.rule import Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import Hyper, State, StateRule, Step
+
+AGAIN = "divides again what earlier steps have divided"
 
 
 class ShampooRule(StateRule):
@@ -40,17 +42,24 @@ class ShampooRule(StateRule):
     """
 
     name = "shampoo"
+    optimizer = "Shampoo"
     fields = ("lr", "weight_decay", "fixed_decay", "matrix_eps", "step")
     state = ("pre_cond", "inv_pre_cond", "every", "maximize")
 
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly the package's own class, where nothing that was divided is divided again."""
-        if not is_packaged(optimizer, "Shampoo"):
-            return False
-        return not any(
-            group["momentum"] or (group["weight_decay"] and not group["weight_decouple"])
-            for group in optimizer.param_groups
-        )
+    def describes(self, optimizer: Optimizer) -> bool:
+        """Exactly the package's own class."""
+        return is_packaged(optimizer, "Shampoo")
+
+    def group_refusal(self, group: Mapping[str, Any]) -> str:
+        """Options by which what was divided is divided again."""
+        if group["momentum"]:
+            return f"Shampoo with momentum={group['momentum']:g} {AGAIN}; by row is momentum=0"
+        if group["weight_decay"] and not group["weight_decouple"]:
+            return (
+                f"Shampoo with weight_decay={group['weight_decay']:g} in the gradient {AGAIN}; by "
+                "row is weight_decouple=True"
+            )
+        return ""
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, and how many steps it has made."""
@@ -73,7 +82,7 @@ class ShampooRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, the moments and the roots after it."""
         per = 1.0 if hyper["fixed_decay"] else hyper["lr"]
         sign = -1.0 if state["maximize"] else 1.0

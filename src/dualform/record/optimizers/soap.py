@@ -14,7 +14,7 @@ from dualform.record.optimizers.descent import Descent
 from dualform.record.optimizers.operators import Basis, Operator, Turned, along, apply
 from dualform.record.optimizers.options import flat
 from dualform.record.optimizers.package import is_packaged, option, packed, second_moment, unpacked
-from dualform.record.optimizers.rule import STILL, Hyper, State, StateRule, Transition
+from dualform.record.optimizers.rule import STILL, Hyper, State, StateRule, Step
 
 
 class SOAPRule(StateRule):
@@ -44,6 +44,8 @@ class SOAPRule(StateRule):
     """
 
     name = "soap"
+    optimizer = "SOAP"
+    turns = True
     fields = (
         "lr",
         "beta1",
@@ -59,11 +61,14 @@ class SOAPRule(StateRule):
     buffer = "exp_avg"
     state = ("exp_avg_sq", "Q", "maximize")
 
-    def accepts(self, optimizer: Optimizer) -> bool:
-        """Exactly the package's own class, with the dimensions as the parameter has them."""
-        return is_packaged(optimizer, "SOAP") and not any(
-            group["merge_dims"] for group in optimizer.param_groups
-        )
+    def describes(self, optimizer: Optimizer) -> bool:
+        """Exactly the package's own class."""
+        return is_packaged(optimizer, "SOAP")
+
+    def group_refusal(self, group: Mapping[str, Any]) -> str:
+        """Dimensions that are not as the parameter has them."""
+        merged = "SOAP with merge_dims=True has bases for merged dimensions"
+        return f"{merged}; by row is merge_dims=False" if group["merge_dims"] else ""
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
         """The group's options, `betas` as two, and how many steps it has made."""
@@ -88,7 +93,7 @@ class SOAPRule(StateRule):
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
-    ) -> tuple[Transition, State]:
+    ) -> tuple[Step, State]:
         """The step, and `V` after it."""
         if not hyper["step"]:
             return STILL, state
@@ -101,18 +106,19 @@ class SOAPRule(StateRule):
         V = torch.lerp(state.get("exp_avg_sq", torch.zeros_like(d)), there**2, 1 - beta2)
         D = 1 / (V.sqrt() + hyper["eps"])
         P: Operator = D if all(one is None for one in Q) else Turned.of(Q, D)
-        far = _length(hyper, apply(P, beta1 * b + (1 - beta1) * d)) * descent.kept
-        step = descent.transition(along_b=P * far, keep=beta1, take=1 - beta1)
-        return step, {**state, "exp_avg_sq": V}
+        far = _length(hyper) * descent.kept
+        if hyper["normalize_gradient"]:
+            step = apply(P, beta1 * b + (1 - beta1) * d)
+            far /= float(step.square().mean().sqrt()) + hyper["eps"]
+        made = descent.transition(along_b=P * far, keep=beta1, take=1 - beta1)
+        return made, {**state, "exp_avg_sq": V}
 
 
-def _length(hyper: Hyper, step: Tensor) -> float:
+def _length(hyper: Hyper) -> float:
     """How far to go along a step."""
     far, made = hyper["lr"], hyper["step"]
     if hyper["correct_bias"]:
         far *= math.sqrt(1 - hyper["beta2"] ** made) / (1 - hyper["beta1"] ** made)
-    if hyper["normalize_gradient"]:
-        far /= float(step.square().mean().sqrt()) + hyper["eps"]
     return far
 
 

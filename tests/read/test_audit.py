@@ -1,0 +1,76 @@
+"""What an audit says of remainders: how much of them rounding of the weights can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.grid.optimizers import OPTIMIZERS
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import dualform
+from dualform.read.audit import SUSPECT
+from dualform.testing import Loop, train
+
+
+def audited(
+    make: type[Optimizer], lr: float, seed: int, path: Path, dtype: torch.dtype = torch.float32
+) -> dualform.Audit:
+    """Of a model whose weights are large next to what training changes."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    x, y = torch.randn(10, 6).to(dtype), torch.randn(10, 3).to(dtype)
+    train(model, make(model.parameters(), lr=lr), x, y, Loop(steps=40), path)
+    return dualform.open(path).audit()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("make", "lr"), [(SGD, 1e-4), (AdamW, 1e-5)])
+def test_little_change_is_left_to_rounding(
+    make: type[Optimizer], lr: float, seed: int, tmp_path: Path
+) -> None:
+    """Remainders are far over 1e-6, and all of them within what rounding can leave."""
+    audit = audited(make, lr, seed, tmp_path / "run")
+    assert audit.remainder > 5 * SUSPECT
+    assert not audit.beyond_rounding
+    assert "rounding" in repr(audit)
+    assert audit.to_dict()["books"][0]["rounding"] == audit.books[0].rounding
+
+
+def test_rounding_is_of_the_weights_own_precision(tmp_path: Path) -> None:
+    single, double = (
+        audited(SGD, 0.05, 0, tmp_path / str(dtype), dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
+    for one, other in zip(single.books, double.books, strict=True):
+        assert one.rounding == pytest.approx(2.0**29 * other.rounding, rel=1e-3)
+
+
+def test_a_unit_in_the_last_place(tmp_path: Path) -> None:
+    """`n · |ulp(W)| / |W_T - W_0|`, for weights whose last place is known."""
+    weight = nn.Parameter(torch.tensor([[1.5, -3.0, 0.0]]))
+    model = nn.Linear(3, 1, bias=False)
+    model.weight = weight
+    optimizer = SGD(model.parameters(), lr=0.5)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(4):
+            recorder.samples([step])
+            model(torch.tensor([[0.0, 0.25, 0.0]])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (book,) = dualform.open(tmp_path / "run").audit().books
+    places = Tensor([2.0**-23, 2.0**-22, 0.0]).norm()
+    assert book.rounding == pytest.approx(float(places) * 4 / 0.5, rel=1e-6)
+
+
+@pytest.mark.skipif("Muon" not in OPTIMIZERS, reason="torch has Muon from 2.9 on")
+def test_other_remainders_are_not(tmp_path: Path) -> None:
+    """What bfloat16 leaves of Muon's steps is more."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 8, bias=False)
+    optimizer = OPTIMIZERS["Muon"](model.parameters())
+    train(model, optimizer, torch.randn(10, 6), torch.randn(10, 8), Loop(), tmp_path / "run")
+    audit = dualform.open(tmp_path / "run").audit()
+    assert audit.beyond_rounding == list(audit.books)

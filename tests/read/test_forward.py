@@ -1,0 +1,77 @@
+"""Replayed forward, a book is what its coefficients, found going back, say of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.grid.optimizers import OPTIMIZERS
+from torch import Tensor, nn
+
+import dualform
+from dualform.ledger import Book, Ledger
+from dualform.read import forward
+from dualform.read.coefficients import Accounting
+from dualform.read.forward import Forward
+from dualform.read.replay import step_gradients
+from dualform.read.weights import initial_part
+from dualform.record.optimizers import apply
+
+STATEFUL = [name for name in OPTIMIZERS if not name.startswith("SGD")]
+STEPS = 9
+
+
+def recorded(optimizer: str, path: Path) -> Ledger:
+    """A run with weights kept on the way, gone on with by an optimizer that remembers nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+    model = model.double()
+    x, y = torch.randn(10, 4).double(), torch.randn(10, 3).double()
+    for resume in (False, True):
+        made = OPTIMIZERS[optimizer](model.parameters())
+        with dualform.record(model, made, path, resume=resume) as recorder:
+            for step in range(STEPS):
+                ids = torch.randint(0, 10, (4,))
+                recorder.samples(ids)
+                (model(x[ids]) - y[ids]).square().sum().backward()
+                made.step()
+                made.zero_grad()
+                if step == 3:
+                    recorder.checkpoint()
+    return Ledger(path)
+
+
+def going_back(
+    accounting: Accounting, book: Book, samples: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What the rows add up to by their coefficients, and the first value's part."""
+    total = torch.zeros(book.shape, dtype=torch.float64)
+    for span in accounting.spans([book]):
+        found = span.coefficients[book.name]
+        assert isinstance(found, dict)
+        args = (accounting.ledger, book, span.first, span.last, "cpu", samples)
+        for step, gradient in step_gradients(*args).items():
+            total += apply(found[step], gradient)
+    return total, initial_part(accounting, book)
+
+
+@pytest.mark.parametrize("optimizer", STATEFUL)
+def test_forward_is_going_back(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For all samples and for some, at the end and in between, for one step and for a mean."""
+    monkeypatch.setattr(forward, "BLOCK", 5)
+    monkeypatch.setattr(forward, "GRADIENT_BYTES", 8 * 24 * 2)
+    ledger, some = recorded(optimizer, tmp_path / "run"), torch.tensor([1, 4, 7])
+    assert ledger.kept_steps[:3] != [0, 2 * STEPS]
+    mean = [0.0] * 5 + [1 / (2 * STEPS - 4)] * (2 * STEPS - 4)
+    for until, shares in ((2 * STEPS, ()), (6, ()), (2 * STEPS, mean)):
+        accounting = Accounting(ledger, until, shares=shares)
+        for book in ledger.info.books:
+            rows, initial = going_back(accounting, book)
+            part, _ = going_back(accounting, book, some)
+            whole, left, chosen = Forward(accounting, book, some).sums()
+            size = float((rows + initial).abs().max())
+            for found, expected in ((whole, rows + initial), (left, initial), (chosen, part)):
+                assert float((found - expected).abs().max()) <= 1e-12 * max(1.0, size)
