@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -146,8 +146,8 @@ class Ledger:
         """Why the weights of a step were kept: "flush", "checkpoint" or "final"."""
         return {step: self._weights[step].record["mark"] for step in sorted(self._weights)}
 
-    def weights(self, step: int) -> dict[str, Tensor]:
-        """Every parameter as it was after `step`, exactly as kept."""
+    def weights(self, step: int, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Every parameter as it was after `step`, exactly as kept; or some, as far as they were."""
         if step == 0:
             file = TensorFile(self.path / INITIAL_FILE)
         elif step in self._weights:
@@ -156,7 +156,8 @@ class Ledger:
             raise UnknownStepError(
                 f"the weights of step {step} were not kept; those of {self.kept_steps} were."
             )
-        return {name: file.read(name) for name in file.entries}
+        wanted = file.entries if names is None else [name for name in names if name in file]
+        return {name: file.read(name) for name in wanted}
 
     def _declarations(self) -> Iterator[Declaration]:
         for shard in self.shards:

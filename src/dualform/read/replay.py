@@ -78,23 +78,13 @@ class Replay:
         """The state before a span, replayed from the last step at which it was kept."""
         kept = max(step for step in self._ledger.kept_steps if step < first)
         if first not in self._moments:
-            moment = self._kept(kept)
+            moment = kept_moment(self._ledger, self._rule, self.book, kept, self._device)
             for start, end in self._spans:
                 if kept < start < first:
                     self._moments[start] = moment
                     _, moment = self._forward(moment, start, end)
             self._moments[first] = moment
         return self._moments.pop(first)
-
-    def _kept(self, step: int) -> Moment:
-        kept, name = self._ledger.weights(step), self.book.name
-        W = self._wide(kept[name])
-        b = self._wide(kept[BUFFER + name]) if BUFFER + name in kept else torch.zeros_like(W)
-        parts = [part for part in self._rule.state if f"{STATE}{part}:{name}" in kept]
-        return Moment(W, b, {part: self._wide(kept[f"{STATE}{part}:{name}"]) for part in parts})
-
-    def _wide(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, torch.float64)
 
     def _forward(self, at: Moment, first: int, last: int) -> tuple[list[Transition], Moment]:
         """What each step did, and the state after them."""
@@ -114,6 +104,20 @@ class Replay:
 
     def _by_row(self, t: int) -> bool:
         return bool(self._history.states[t - 1] == BY_ROW)
+
+
+def kept_moment(
+    ledger: Ledger, rule: StateRule, book: Book, step: int, device: torch.device | str = "cpu"
+) -> Moment:
+    """A book after a step at which it was kept, in float64."""
+    names = [book.name, BUFFER + book.name, *(f"{STATE}{part}:{book.name}" for part in rule.state)]
+    found = ledger.weights(step, names)
+    wide = {name: tensor.to(device, torch.float64) for name, tensor in found.items()}
+    W, *others = names
+    b, *parts = others
+    known = zip(rule.state, parts, strict=True)
+    state = {part: wide[name] for part, name in known if name in wide}
+    return Moment(wide[W], wide.get(b, torch.zeros_like(wide[W])), state)
 
 
 def step_gradients(

@@ -21,6 +21,7 @@ from dualform.record.optimizers.operators import (
     along,
     apply,
     plus,
+    times,
 )
 from dualform.record.optimizers.radam import RAdamRule
 from dualform.record.optimizers.rmsprop import RMSpropRule
@@ -109,5 +110,6 @@ __all__ = [
     "plus",
     "rule_for",
     "rule_named",
+    "times",
     "walk_back",
 ]
