@@ -8,7 +8,7 @@ directions, its Gram matrix, its leading directions) is a sum over those.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -26,6 +26,9 @@ from dualform.record.optimizers import Modewise, Operator, ScalarRule, Sided, Tu
 
 COLUMN_BYTES = 256 << 20
 """How large the columns that are held at a time may be."""
+
+REPLAYED_BYTES = 512 << 20
+"""How large the coefficients may be that are kept while one parameter's columns are made."""
 
 Weighing = Callable[[Book, Records], Tensor]
 """One number for each record: how much it counts."""
@@ -85,6 +88,7 @@ class Contributions:
     ) -> None:
         self._accounting, self._grouping, self._memory = accounting, grouping, memory
         self._turn = turn
+        self._replayed: tuple[str, list[Span]] = ("", [])
         ledger = accounting.ledger
         self.books = [book for book in (books or ledger.info.books) if book.terms]
         self._weighing = weighing or (
@@ -173,9 +177,18 @@ class Contributions:
         """In the order of time, since what a step made of its rows is an operator of its own."""
         accounting, term = self._accounting, book.terms[stream]
         found = accounting.ledger.info.stream(stream)
-        for span in accounting.spans([book]):
+        for span in self._spans(book):
             for chunk in Scan(accounting.ledger, found, span.last, into.device, span.first):
                 self._add_chunk(into, chunk, book, term, region, span)
+
+    def _spans(self, book: Book) -> Iterable[Span]:
+        """Replayed once for all parts of a book, where its coefficients fit into memory."""
+        accounting = self._accounting
+        if self._replayed[0] != book.name:
+            if len(self._parts(book)) == 1 or 4 * book.size * accounting.until > REPLAYED_BYTES:
+                return accounting.spans([book])
+            self._replayed = (book.name, [_narrow(span, book) for span in accounting.spans([book])])
+        return self._replayed[1]
 
     def _add_chunk(
         self, into: Tensor, chunk: Chunk, book: Book, term: Term, region: Region, span: Span
@@ -264,6 +277,14 @@ class _Matrixwise:
         if self._term.view == "swapped":
             return operator.matrix.T, not operator.left
         return operator.matrix, operator.left
+
+
+def _narrow(span: Span, book: Book) -> Span:
+    """Coefficients for each element in the precision of the columns."""
+    operators = span.coefficients[book.name]
+    assert isinstance(operators, dict)
+    narrow = {t: H.float() if isinstance(H, Tensor) else H for t, H in operators.items()}
+    return replace(span, coefficients={book.name: narrow})
 
 
 def _shape(book: Book, term: Term) -> tuple[int, int]:
