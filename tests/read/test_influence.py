@@ -92,6 +92,51 @@ def stretched(made: Known) -> tuple[Tensor, Tensor]:
     return -made.summed() * root, made.directions() * root
 
 
+def measured(made: Known) -> tuple[Tensor, Tensor]:
+    """The same with `h² = Σ (H g)² / Σ g²`, from each step's gradient and what became of it."""
+    source, moved, plain = made.run.source, torch.zeros(51).double(), torch.zeros(51).double()
+    for t, step in enumerate(made.steps, start=1):
+        g, parts = sum(made.gradient(layers) for layers in step.values()), {}
+        for book in made.run.info.books:
+            spans = source.accounting.spans([book])
+            H = {s: h for span in spans for s, h in span.coefficients[book.name].items()}
+            parts[book.name] = torch.as_tensor(H[t]).expand(book.shape)
+        moved += (flat(parts) * g).square()
+        plain += g.square()
+    root = (moved / plain).sqrt().sqrt()
+    return -made.summed() * root, made.directions() * root
+
+
+def test_where_a_step_without_a_gradient_says_nothing(known: Callable[[str], Known]) -> None:
+    """Rprop follows signs: how far it goes for a gradient is seen from the steps themselves."""
+    made = known("Rprop")
+    C, g = measured(made)
+    expected = by_lines(made, C, g, 3.0) * OWN / left(made, C, 3.0)
+    assert_close(made.influence(), expected, 1e-4)
+
+
+def test_the_metric_by_hand(tmp_path: Path) -> None:
+    """`h⁻² = mean (√v + ε)²` over the steps at which Adam's memory was kept."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1, bias=False), torch.randn(6, 4)
+    adam, seen, kept = torch.optim.Adam(model.parameters(), lr=0.01), torch.zeros(6, 4), []
+    with dualform.record(model, adam, tmp_path / "run") as recorder:
+        for batch in ([0, 1, 2], [3, 4, 5], [0, 4, 2], [1, 3, 5]):
+            recorder.samples(batch)
+            out = model(x[batch])
+            seen[batch] += 2 * out.detach() * x[batch]
+            out.square().sum().backward()
+            adam.step()
+            adam.zero_grad()
+            recorder.checkpoint()
+            state = adam.state[model.weight]
+            corrected = 0.999 * state["exp_avg_sq"][0] / (1 - 0.999 ** (int(state["step"]) + 1))
+            kept.append(0.01 / (1 - 0.9 ** (int(state["step"]) + 1)) / (corrected.sqrt() + 1e-8))
+    h = torch.stack(kept).double().square().reciprocal().mean(0).rsqrt()
+    found = dualform.open(tmp_path / "run").influence(model, x[:2], 0, damping=1e12).values
+    assert_close(found, -OWN * (seen.double() * h) @ x[:2].double().T)
+
+
 @pytest.mark.parametrize("damping", [None, 0.1])
 @pytest.mark.parametrize("optimizer", RULES)
 def test_ridge_is_dense_algebra(
