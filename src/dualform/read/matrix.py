@@ -56,10 +56,11 @@ class Columns:
     def lines(self, columns: Tensor) -> tuple[Tensor, ...]:
         """(…, columns) as one (…, side) for each line along the matrix's longer side."""
         height, width = _shape(self.book, self.term)
-        matrices = columns.reshape(len(columns), *self.region.shape)
-        return (
-            matrices.unbind(1) if height <= width else matrices.movedim(2, 0).contiguous().unbind()
-        )
+        count = len(columns)
+        if height <= width:
+            return columns.reshape(count, *self.region.shape).unbind(1)
+        across = columns.reshape(-1, self.region.shape[1]).T.contiguous()  # the fastest way to turn
+        return across.view(len(across), count, -1).unbind()
 
     def joined(self, lines: Sequence[Tensor]) -> Tensor:
         """The inverse of `lines`."""
