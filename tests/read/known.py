@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dualform
-from dualform.read.influence import TOLERANCE
+from dualform.read.influence import PANELS
 from dualform.testing import Loop, train
 
 Layers = dict[str, tuple[Tensor, Tensor]]
@@ -99,10 +99,14 @@ class Known:
         trained, left = flat(self.run.state_dict()), [self.run.forget([i]) for i in range(10)]
         return torch.stack([trained - flat(weights) for weights in left])
 
-    def directions(self, target: int = 1) -> Tensor:
+    def directions(self) -> Tensor:
         """(queries, parameters): gradients averaged over the line, as influence takes them."""
-        found = self.run.explain(self.model, self.x[:3], target, tolerance=TOLERANCE)
-        return flat(found.questions[0].directions, 1)
+        first, last = self.run.source.ledger.weights(0), self.run.state_dict()
+        points = [at / PANELS for at in range(PANELS + 1)]
+        found = [
+            self.gradients({n: torch.lerp(first[n], last[n], at) for n in last}) for at in points
+        ]
+        return (sum(found) - (found[0] + found[-1]) / 2) / PANELS
 
     def gradients(self, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """(queries, parameters): plain autograd."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.errors import ModelMismatchError, ReadingError, UnknownSampleError
 from dualform.read import ridge
-from dualform.read.matrix import Natural
+from dualform.read.natural import Natural
 from dualform.read.targets import Asked
 
 METHODS = ["ridge", "fisher", "ekfac", "tracin", "accounting"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,8 @@ from dualform.read.grouped import Region
 from dualform.read.influence import OWN
 from dualform.read.matrix import Columns
 from dualform.read.progress import watched
+from dualform.read.replay import kept_moment
+from dualform.record.optimizers import walk_back
 from dualform.testing import Loop, train
 
 ROUNDING = 1e-5
@@ -71,11 +74,27 @@ def left(made: Known, C: Tensor, damping: float) -> float:
 
 
 def stretched(made: Known) -> tuple[Tensor, Tensor]:
-    """Contributions and directions in the optimizer's metric: `h^½ η Σ g` and `h^½ ḡ`.
+    """Contributions and directions in the optimizer's metric: `h^½ Σ g` and `h^½ ḡ`.
 
-    `h² = Σ (H g)² / Σ (η g)²`, with the gradient g of each step and what became of it, H g.
+    `h` is what one more gradient would move in the end, by the memory that was kept last, had
+    weights not decayed.
     """
-    source, moved, rated = made.run.source, torch.zeros(51).double(), torch.zeros(51).double()
+    source, sizes = made.run.source, {}
+    for book in made.run.info.books:
+        moment = kept_moment(source.ledger, source.accounting.rule, book, source.until)
+        known = source.accounting.history(book).named(source.until - 1)
+        args = (known, moment.state, moment.W, moment.b, torch.zeros_like(moment.W))
+        step = source.accounting.rule.transition(*args)[0].written_out
+        steps = [replace(step, M=((1.0, step.M[0][1]), (0.0, step.M[1][1])))] * 500  # no decay
+        found, _ = walk_back(steps, (0.0, 0.0), [0.0] * 499 + [1.0])
+        sizes[book.name] = found[0].abs().expand(book.shape)
+    root = flat(sizes).sqrt()
+    return -made.summed() * root, made.directions() * root
+
+
+def measured(made: Known) -> tuple[Tensor, Tensor]:
+    """The same with `h² = Σ (H g)² / Σ g²`, from each step's gradient and what became of it."""
+    source, moved, plain = made.run.source, torch.zeros(51).double(), torch.zeros(51).double()
     for t, step in enumerate(made.steps, start=1):
         g, parts = sum(made.gradient(layers) for layers in step.values()), {}
         for book in made.run.info.books:
@@ -83,9 +102,39 @@ def stretched(made: Known) -> tuple[Tensor, Tensor]:
             H = {s: h for span in spans for s, h in span.coefficients[book.name].items()}
             parts[book.name] = torch.as_tensor(H[t]).expand(book.shape)
         moved += (flat(parts) * g).square()
-        rated += g.square()
-    root = (moved / rated).sqrt().sqrt()
+        plain += g.square()
+    root = (moved / plain).sqrt().sqrt()
     return -made.summed() * root, made.directions() * root
+
+
+def test_where_a_step_without_a_gradient_says_nothing(known: Callable[[str], Known]) -> None:
+    """Rprop follows signs: how far it goes for a gradient is seen from the steps themselves."""
+    made = known("Rprop")
+    C, g = measured(made)
+    expected = by_lines(made, C, g, 3.0) * OWN / left(made, C, 3.0)
+    assert_close(made.influence(), expected, 1e-4)
+
+
+def test_the_metric_by_hand(tmp_path: Path) -> None:
+    """`h⁻² = mean (√v + ε)²` over the steps at which Adam's memory was kept."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 1, bias=False), torch.randn(6, 4)
+    adam, seen, kept = torch.optim.Adam(model.parameters(), lr=0.01), torch.zeros(6, 4), []
+    with dualform.record(model, adam, tmp_path / "run") as recorder:
+        for batch in ([0, 1, 2], [3, 4, 5], [0, 4, 2], [1, 3, 5]):
+            recorder.samples(batch)
+            out = model(x[batch])
+            seen[batch] += 2 * out.detach() * x[batch]
+            out.square().sum().backward()
+            adam.step()
+            adam.zero_grad()
+            recorder.checkpoint()
+            state = adam.state[model.weight]
+            corrected = 0.999 * state["exp_avg_sq"][0] / (1 - 0.999 ** (int(state["step"]) + 1))
+            kept.append(0.01 / (1 - 0.9 ** (int(state["step"]) + 1)) / (corrected.sqrt() + 1e-8))
+    h = torch.stack(kept).double().square().reciprocal().mean(0).rsqrt()
+    found = dualform.open(tmp_path / "run").influence(model, x[:2], 0, damping=1e12).values
+    assert_close(found, -OWN * (seen.double() * h) @ x[:2].double().T)
 
 
 @pytest.mark.parametrize("damping", [None, 0.1])
@@ -158,7 +207,7 @@ def test_leading_directions_of_a_matrix_of_low_rank_are_exact(shape: tuple[int, 
     for rank in (6, 10, 38):
         found = ridge.make_ridge(C, rank, samples=shape[0])
         assert found.inside == pytest.approx(found.trace, rel=1e-6)
-        assert_close(found.solve(b, 3.0), expected, 1e-6)
+        assert_close(found.damped(3.0).solve(b), expected, 1e-6)
 
 
 def test_a_line_through_either_side() -> None:
@@ -208,7 +257,7 @@ def test_what_is_left_by_solving(rank: int) -> None:
     made = ridge.make_ridge(C, rank, samples=40)
     K = made.Q @ made.M @ made.Q.T + made.tail * (torch.eye(40) - made.Q @ made.Q.T)
     expected = torch.linalg.solve(torch.eye(40).double() + K / (2.0 * made.scale), K).trace()
-    assert made.left(2.0) == pytest.approx(float(expected), rel=1e-6)
+    assert made.damped(2.0).left() == pytest.approx(float(expected), rel=1e-6)
 
 
 def test_the_order_of_ids_does_not_matter(tmp_path: Path) -> None:

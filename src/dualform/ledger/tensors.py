@@ -180,7 +180,7 @@ class MappedFile:
     def take(self, name: str, places: Tensor) -> Tensor:
         """Some rows of an array, in memory of their own; the file's is let go."""
         count = self._entries[name].shape[0]
-        taken = self.rows(name, 0, count)[places]
+        taken = torch.index_select(self.rows(name, 0, count), 0, places)
         self.let_go(name, 0, count)
         return taken
 

@@ -6,7 +6,7 @@ rather than of time, each once, so that repeated visits of a sample meet in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +93,7 @@ class Records:
         names = (f"{stream.name}/keys", f"{stream.name}/values")
         self._names = names
         self._files: list[MappedFile] = []
+        self._buffers: dict[str, Tensor] = {}
         parts: list[Tensor] = []
         for shard in ledger.shards:
             if names[0] in shard.file and shard.record["first"] <= until:
@@ -125,7 +126,7 @@ class Records:
         return torch.index_select(counts, 0, torch.searchsorted(steps, self.steps))
 
     def gather(self, chosen: Tensor, with_keys: bool = True) -> tuple[Tensor, Tensor]:
-        """The rows of some records, keys and values."""
+        """The rows of some records, keys and values; valid until the next are gathered."""
         values = self._gathered(self._names[1], chosen)
         if not with_keys and not self.stream.layout:
             return values[:, :0], values
@@ -150,53 +151,101 @@ class Records:
         return keys.nbytes + values.nbytes
 
     def _gathered(self, name: str, chosen: Tensor) -> Tensor:
-        files, places = self._file[chosen], self._place[chosen]
-        found: Tensor | None = None
-        for number in torch.unique(files).tolist():
-            mine = torch.nonzero(files == number).flatten()
+        """Rows in memory that is used again: to allocate it would cost more than to fill it."""
+        files, order = self._file[chosen].sort(stable=True)
+        numbers, counts = torch.unique_consecutive(files, return_counts=True)
+        places, found = self._place[chosen], torch.empty(0)
+        for number, mine in zip(numbers.tolist(), order.split(counts.tolist()), strict=True):
             part = widen(self._files[number].take(name, places[mine]))
-            if found is None:
-                found = part.new_empty(len(chosen), *part.shape[1:])
+            if not len(found):
+                found = self._buffer(name, len(chosen), part)
             found[mine] = part
-        assert found is not None
         return found
 
+    def _buffer(self, name: str, rows: int, like: Tensor) -> Tensor:
+        """Memory for so many rows of an array, of which there is one for each."""
+        if name not in self._buffers or len(self._buffers[name]) < rows:
+            self._buffers[name] = like.new_empty(rows, *like.shape[1:])
+        return self._buffers[name][:rows]
 
-def add_records(
-    into: Tensor,
-    records: Records,
-    term: Term,
-    grouping: Grouping,
-    weights: Tensor,
-    region: Region,
-    turn: Callable[[Sides], Sides] | None = None,
-) -> None:
-    """Adds what the records of each group add to a part of a parameter's matrix.
 
-    `into` is (groups, height, width) of the part. Records of weight 0 are not read. `turn`
-    changes rows before they are added.
+@dataclass(frozen=True)
+class Receiver:
+    """A part of a parameter's matrix, and how rows are added to it.
+
+    `into` is (groups, height, width) of the part. `weights` says how much each record counts.
     """
-    chosen = torch.nonzero(weights).flatten()
+
+    into: Tensor
+    term: Term
+    region: Region
+    weights: Tensor
+    turn: Callable[[Sides], Sides] | None = None
+
+    def sides(self, keys: Tensor, values: Tensor, weights: Tensor) -> Sides:
+        """Rows as they are to be added."""
+        found = Sides.of(self.term.form, keys, values, self.term.groups, self.term.at)
+        return _weighed(found if self.turn is None else self.turn(found), weights)
+
+
+def _weighed(sides: Sides, weights: Tensor) -> Sides:
+    """Rows times a number each, on the side where that costs less."""
+    a, b, column = sides.a, sides.b, weights[:, None]
+    if b is None:
+        return Sides(a, column.to(a), sides.at)
+    if b.ndim == 2 and (a.ndim == 1 or b.shape[1] <= a.shape[1]):
+        return Sides(a, b * column.to(b), sides.at)
+    return Sides(a * column.to(a), b, sides.at)
+
+
+def add_records(records: Records, grouping: Grouping, receivers: Sequence[Receiver]) -> None:
+    """Adds what the records of each group add to some parts of parameters; each is read once.
+
+    Records that count for nothing are not read.
+    """
+    counted = torch.stack([receiver.weights != 0 for receiver in receivers]).any(0)
+    chosen = torch.nonzero(counted).flatten()
     if not len(chosen):
         return
     columns = (c[chosen] for c in (records.steps, records.samples, records.positions))
-    order = chosen[torch.argsort(grouping.of(*columns), stable=True)]
-    with LateProgress(records.stream.name, len(order)) as progress:
-        for part in torch.split(order, max(1, ROW_BYTES // records.record_bytes())):
-            numbers = grouping.of(*records.rows_of(part))
-            keys, values = records.gather(part, term.form != "sum")
-            values = values * weights[part].to(values).repeat_interleave(records.each)[:, None]
-            keys, values = keys.to(into.device), values.to(into.device)
-            sides = Sides.of(term.form, keys, values, term.groups, term.at)
-            add_groups(into, sides if turn is None else turn(sides), numbers, region)
+    numbers, by_group = grouping.of(*columns).sort(stable=True)
+    with_keys = any(receiver.term.form != "sum" for receiver in receivers)
+    each = max(1, ROW_BYTES // records.record_bytes())
+    with LateProgress(records.stream.name, len(chosen)) as progress:
+        for part in torch.split(chosen[by_group], _whole_groups(numbers, each)):
+            rows = records.gather(part, with_keys)
+            groups = grouping.of(*records.rows_of(part))
+            for receiver in receivers:
+                weights = receiver.weights[part].repeat_interleave(records.each)
+                device = receiver.into.device
+                keys, values, weights = (t.to(device) for t in (*rows, weights))
+                sides = receiver.sides(keys, values, weights)
+                add_groups(receiver.into, sides, groups, receiver.region)
             progress.advance(len(part))
+
+
+def _whole_groups(numbers: Tensor, each: int) -> list[int]:
+    """Sizes of parts of sorted records: groups stay whole unless one alone is larger than `each`.
+
+    >>> _whole_groups(torch.tensor([0, 0, 1, 1, 2, 2, 2, 2, 2]), 4)
+    [4, 4, 1]
+    """
+    sizes: list[int] = []
+    for count in torch.unique_consecutive(numbers, return_counts=True)[1].tolist():
+        if sizes and sizes[-1] + count <= each:
+            sizes[-1] += count
+        else:
+            sizes += [each] * (count // each) + [count % each] * bool(count % each)
+    return sizes
 
 
 def add_groups(into: Tensor, sides: Sides, numbers: Tensor, region: Region) -> None:
     """Adds each row to its group; see `add_records`."""
-    order = torch.argsort(numbers, stable=True)
-    groups, counts = torch.unique_consecutive(numbers[order], return_counts=True)
-    sides, first = sides[order.to(sides.a.device)], int(groups[0])
+    if not bool((numbers[1:] >= numbers[:-1]).all()):
+        order = torch.argsort(numbers, stable=True)
+        numbers, sides = numbers[order], sides[order.to(sides.a.device)]
+    groups, counts = torch.unique_consecutive(numbers, return_counts=True)
+    first = int(groups[0])
     if int(groups[-1]) - first == len(groups) - 1:
         add_segments(into[first : first + len(groups)], sides, counts, region)
     else:

@@ -24,14 +24,15 @@ from dualform.read.explain import ends, query_batches
 from dualform.read.factors import EigenBases, ekfac
 from dualform.read.gradients import Gradients
 from dualform.read.grouped import Grouping, Records
-from dualform.read.matrix import Contributions, Natural, Turn, Weighing, longest, times
-from dualform.read.path import along_line
+from dualform.read.matrix import Contributions, Turn, Weighing, longest, times
+from dualform.read.natural import Natural
+from dualform.read.path import trapezoid
 from dualform.read.ridge import Lines, check_memory
 from dualform.read.scores import Scores
 from dualform.read.targets import Asked, Parameters, Target
 
-TOLERANCE = 0.1
-"""How far the averaged gradients may be from the change of the target: less matters little here."""
+PANELS = 4
+"""Between how many equal parts of the line gradients are averaged: more would change little."""
 
 OWN = 0.16
 """The mean share of a sample's account that others would not make up for, as measured by
@@ -150,8 +151,8 @@ class Influencer:
 
     def _ridge(self, call: Call) -> Tensor:
         first, last = ends(call.model, self._source)
-        line = along_line(call.asked, first, last, call.queries, TOLERANCE)
-        solved = call.lines.solve(self._natural, line.directions, call.damping)
+        directions = trapezoid(call.asked, first, last, call.queries, PANELS)
+        solved = call.lines.solve(self._natural, directions, call.damping)
         return solved * (OWN / call.lines.left(call.damping))
 
     @cached_property

@@ -8,7 +8,7 @@ directions, its Gram matrix, its leading directions) is a sum over those.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import product
@@ -19,15 +19,17 @@ from torch import Tensor
 
 from dualform.ledger import Book, Term
 from dualform.memory.blocks import Sides, as_matrix, from_matrix, matrix_shape, through_views
-from dualform.read.coefficients import Accounting
-from dualform.read.grouped import Grouping, Records, Region, add_groups, add_records
-from dualform.read.replay import step_gradients
+from dualform.read.coefficients import Accounting, Span
+from dualform.read.grouped import Grouping, Receiver, Records, Region, add_groups, add_records
 from dualform.read.scan import Chunk, Scan, row_sides
 from dualform.read.turning import Chain, Later
-from dualform.record.optimizers import BY_ROW, Modewise, Operator, ScalarRule, Sided, Turned
+from dualform.record.optimizers import Modewise, Operator, ScalarRule, Sided, Turned
 
 COLUMN_BYTES = 256 << 20
 """How large the columns that are held at a time may be."""
+
+REPLAYED_BYTES = 512 << 20
+"""How large the coefficients may be that are kept while one parameter's columns are made."""
 
 Weighing = Callable[[Book, Records], Tensor]
 """One number for each record: how much it counts."""
@@ -55,8 +57,11 @@ class Columns:
     def lines(self, columns: Tensor) -> tuple[Tensor, ...]:
         """(…, columns) as one (…, side) for each line along the matrix's longer side."""
         height, width = _shape(self.book, self.term)
-        matrices = columns.reshape(len(columns), *self.region.shape)
-        return matrices.unbind(1 if height <= width else 2)
+        count = len(columns)
+        if height <= width:
+            return columns.reshape(count, *self.region.shape).unbind(1)
+        across = columns.reshape(-1, self.region.shape[1]).T.contiguous()  # the fastest way to turn
+        return across.view(len(across), count, -1).unbind()
 
     def joined(self, lines: Sequence[Tensor]) -> Tensor:
         """The inverse of `lines`."""
@@ -85,6 +90,7 @@ class Contributions:
     ) -> None:
         self._accounting, self._grouping, self._memory = accounting, grouping, memory
         self._turn = turn
+        self._replayed: tuple[str, list[Span]] = ("", [])
         ledger = accounting.ledger
         self.books = [book for book in (books or ledger.info.books) if book.terms]
         self._weighing = weighing or (
@@ -99,56 +105,84 @@ class Contributions:
     def columns(self, books: Sequence[Book] | None = None) -> Iterator[Columns]:
         """All columns (of some books), some at a time; each is valid until the next."""
         buffer = torch.empty(0, device=self._accounting.device)
-        for book in self.books if books is None else books:
-            term = next(iter(book.terms.values()))
-            for region in self._parts(book, term):
-                shape = (self.groups, *region.shape)
-                if buffer.numel() < math.prod(shape):
-                    buffer = buffer.new_empty(math.prod(shape))
-                values = buffer[: math.prod(shape)].view(shape).zero_()
-                for stream, own in book.terms.items():
-                    self._add(values, book, term, stream, own, region)
-                yield Columns(book, term, region, values.flatten(1))
+        for parts in self._batches(self.books if books is None else books):
+            sizes = [self.groups * math.prod(part.region.shape) for part in parts]
+            if buffer.numel() < sum(sizes):
+                buffer = buffer.new_empty(sum(sizes))
+            views = torch.split(buffer[: sum(sizes)].zero_(), sizes)
+            filled = [
+                replace(p, values=v.view(self.groups, -1))
+                for p, v in zip(parts, views, strict=True)
+            ]
+            self._fill(filled)
+            yield from filled
 
-    def _parts(self, book: Book, term: Term) -> list[Region]:
+    def _batches(self, books: Sequence[Book]) -> Iterator[list[Columns]]:
+        """Parts that are made of the same streams, as many as fit into memory together."""
+        batch: list[Columns] = []
+        for part in (part for book in books for part in self._parts(book)):
+            width = sum(math.prod(p.region.shape) for p in (*batch, part))
+            alike = batch and batch[-1].book.terms.keys() == part.book.terms.keys()
+            if batch and not (alike and 4 * self.groups * width <= self._memory):
+                yield batch
+                batch = []
+            batch.append(part)
+        if batch:
+            yield batch
+
+    def _parts(self, book: Book) -> list[Columns]:
         """The book's matrix in parts that fit into memory: lines of the longer side, or of one."""
+        term = next(iter(book.terms.values()))
         height, width = _shape(book, term)
         shorter, longer = sorted((height, width))
-        if not all(_alike(term, own) for own in book.terms.values()):
-            return [Region.whole(height, width)]  # seen as other matrices, parts are not the same
         most = max(1, self._memory // (4 * max(1, self.groups)))
-        pairs = product(_cut(shorter, max(1, most // longer)), _cut(longer, most))
-        return [Region(*(pair if height <= width else pair[::-1])) for pair in pairs]
+        regions = [Region.whole(height, width)]  # seen as other matrices, parts are not the same
+        if all(_alike(term, own) for own in book.terms.values()):
+            pairs = product(_cut(shorter, max(1, most // longer)), _cut(longer, most))
+            regions = [Region(*(pair if height <= width else pair[::-1])) for pair in pairs]
+        return [Columns(book, term, region, torch.empty(0)) for region in regions]
 
-    def _add(
-        self, into: Tensor, book: Book, term: Term, stream: str, own: Term, region: Region
-    ) -> None:
-        """Adds the rows of one stream."""
-        add = self._add_weighed if self._weighing else self._add_replayed
-        if _alike(term, own):
-            add(into, book, stream, own, region)
-            return
-        turned = into.new_zeros(self.groups, *_shape(book, own))
-        add(turned, book, stream, own, Region.whole(*_shape(book, own)))
-        into += _turned(turned, book, own, term)
+    def _fill(self, parts: Sequence[Columns]) -> None:
+        """Adds all rows, stream by stream."""
+        for stream in parts[0].book.terms:
+            targets = [self._target(part, part.book.terms[stream]) for part in parts]
+            if self._weighing is not None:
+                self._add_weighed(stream, parts, targets)
+            else:
+                for part, (into, region) in zip(parts, targets, strict=True):
+                    self._add_replayed(into, part.book, stream, region)
+            for part, (into, _) in zip(parts, targets, strict=True):
+                own = part.book.terms[stream]
+                if not _alike(part.term, own):
+                    turned = _turned(into, part.book, own, part.term)
+                    part.values.view_as(turned).add_(turned)
+
+    def _target(self, part: Columns, own: Term) -> tuple[Tensor, Region]:
+        """Where rows are added: the part itself, or a matrix as they see it."""
+        if _alike(part.term, own):
+            return part.values.view(self.groups, *part.region.shape), part.region
+        shape = _shape(part.book, own)
+        return part.values.new_zeros(self.groups, *shape), Region.whole(*shape)
 
     def _add_weighed(
-        self, into: Tensor, book: Book, stream: str, term: Term, region: Region
+        self, stream: str, parts: Sequence[Columns], targets: Sequence[tuple[Tensor, Region]]
     ) -> None:
         assert self._weighing is not None
-        records, turn = self.records[stream], partial(self._turn, book) if self._turn else None
-        weights = self._weighing(book, records)
-        add_records(into, records, term, self._grouping, weights, region, turn)
+        records, receivers = self.records[stream], []
+        for part, (into, region) in zip(parts, targets, strict=True):
+            turn = partial(self._turn, part.book) if self._turn else None
+            weights = self._weighing(part.book, records)
+            receivers.append(Receiver(into, part.book.terms[stream], region, weights, turn))
+        add_records(records, self._grouping, receivers)
 
-    def _add_replayed(
-        self, into: Tensor, book: Book, stream: str, term: Term, region: Region
-    ) -> None:
+    def _add_replayed(self, into: Tensor, book: Book, stream: str, region: Region) -> None:
         """In the order of time, since what a step made of its rows is an operator of its own.
 
         What later bases share is applied once a basis, if all groups fit into memory as they are.
         """
+        term = book.terms[stream]
         later = Later() if 4 * self.groups * book.size <= self._memory else None
-        for span in self._accounting.spans([book]):
+        for span in self._spans(book):
             operators = span.coefficients[book.name]
             assert isinstance(operators, dict)
             if later is not None:
@@ -182,6 +216,15 @@ class Contributions:
         first, last = min(operators, default=1), max(operators, default=0)
         for chunk in Scan(ledger, ledger.info.stream(stream), last, into.device, first):
             self._add_chunk(into, chunk, book, term, region, operators)
+
+    def _spans(self, book: Book) -> Iterable[Span]:
+        """Replayed once for all parts of a book, where its coefficients fit into memory."""
+        accounting = self._accounting
+        if self._replayed[0] != book.name:
+            if len(self._parts(book)) == 1 or 4 * book.size * accounting.until > REPLAYED_BYTES:
+                return accounting.spans([book])
+            self._replayed = (book.name, [_narrow(span, book) for span in accounting.spans([book])])
+        return self._replayed[1]
 
     def _add_chunk(
         self,
@@ -239,91 +282,6 @@ def times(matrix: Matrix, directions: Mapping[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
-class Natural:
-    """`C h^(−½)`: contributions in the metric of the optimizer, which moved parameters by it.
-
-    `h` is how far a parameter moves for a gradient of size 1, relative to the learning rate. Where
-    a step's coefficients are one for each element, contributions are taken for `h` times the
-    gradients, each with its step's learning rate: their change over time is left out, which spares
-    applying every step's coefficients to every sample.
-    """
-
-    def __init__(self, accounting: Accounting, grouping: Grouping) -> None:
-        self.groups, self._accounting = grouping.count, accounting
-        self._exact = Contributions(accounting, grouping)
-        self._rated = Contributions(accounting, grouping, None, self._weights)
-        self._sizes: dict[str, Tensor | None] = {}
-
-    def columns(self) -> Iterator[Columns]:
-        """All columns, some at a time; each is valid until the next."""
-        if isinstance(self._accounting.rule, ScalarRule):
-            yield from self._exact.columns()
-            return
-        for book in self._exact.books:
-            h = self._size(book)
-            if h is None:
-                yield from self._turned(book)
-            else:
-                yield from (_stretched(c, h) for c in self._rated.columns([book]))
-
-    def _turned(self, book: Book) -> Iterator[Columns]:
-        """Where a step turns gradients, how far it moves a parameter is seen from both."""
-        pairs = zip(self._exact.columns([book]), self._rated.columns([book]), strict=True)
-        for columns, rated in pairs:
-            moved, gradient = (c.values.square().mean(0).sqrt_() for c in (columns, rated))
-            h = torch.where(gradient > 0, moved / gradient, 1.0).clamp_min_(1e-12)
-            yield _divided(columns, h.sqrt_())
-
-    def _weights(self, book: Book, records: Records) -> Tensor:
-        """Gradients as the optimizer saw them, times its learning rate."""
-        return -self._rates(book)[records.steps - 1]
-
-    def _rates(self, book: Book) -> Tensor:
-        """(T,): the rate and the factor of each step's rows."""
-        by_row = torch.from_numpy(self._accounting.states(book) == BY_ROW)
-        history = self._accounting.history(book)
-        rates = torch.from_numpy(history.hyper[:, history.fields.index("lr")])
-        return torch.where(by_row, rates * torch.from_numpy(self._accounting.factors(book)), 0.0)
-
-    def _size(self, book: Book) -> Tensor | None:
-        """h, one for each element, or None where a step turns gradients."""
-        if book.name not in self._sizes:
-            self._sizes[book.name] = self._measured(book)
-        return self._sizes[book.name]
-
-    def _measured(self, book: Book) -> Tensor | None:
-        """`h² = Σ (H g)² / Σ (η g)²` over the steps and their gradients g."""
-        accounting, rates = self._accounting, self._rates(book).tolist()
-        moved = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
-        rated = torch.zeros_like(moved)
-        for span in accounting.spans([book]):
-            operators = span.coefficients[book.name]
-            assert isinstance(operators, dict)
-            found = step_gradients(
-                accounting.ledger, book, span.first, span.last, accounting.device
-            )
-            for step, gradient in found.items():
-                operator = operators.get(step, 0.0)
-                if isinstance(operator, Sided | Modewise | Turned):
-                    return None
-                moved += (operator * gradient).square_()
-                rated += (rates[step - 1] * gradient).square_()
-        return torch.where(rated > 0, moved / rated, 1.0).sqrt_().clamp_min_(1e-12)
-
-
-def _divided(columns: Columns, scale: Tensor | float) -> Columns:
-    """The same in other units, in place."""
-    columns.values.div_(scale)
-    return replace(columns, scale=scale)
-
-
-def _stretched(columns: Columns, h: Tensor) -> Columns:
-    """Columns of gradients as contributions `h` times as large, divided by `h^(½)`; in place."""
-    scale = columns.of(h[None].sqrt())[0]
-    columns.values.mul_(scale)
-    return replace(columns, scale=scale)
-
-
 class _Matrixwise:
     """A step's operator, applied to a part of many gradients, seen as matrices."""
 
@@ -359,6 +317,14 @@ class _Matrixwise:
         if self._term.view == "swapped":
             return operator.matrix.T, not operator.left
         return operator.matrix, operator.left
+
+
+def _narrow(span: Span, book: Book) -> Span:
+    """Coefficients for each element in the precision of the columns."""
+    operators = span.coefficients[book.name]
+    assert isinstance(operators, dict)
+    narrow = {t: H.float() if isinstance(H, Tensor) else H for t, H in operators.items()}
+    return replace(span, coefficients={book.name: narrow})
 
 
 def _shape(book: Book, term: Term) -> tuple[int, int]:

@@ -25,6 +25,8 @@ EXACT = 4096
 """Lines of at most so many parameters, or samples, are inverted exactly."""
 RANK = 512
 """How many leading directions are kept beyond that."""
+WELL_CONDITIONED = 1 << 14
+"""Up to this ratio of its trace to λ a line is solved in the precision of its contributions."""
 KEPT_BYTES = 256 << 20
 """How much of what does not depend on the queries is kept for the next of them."""
 
@@ -34,7 +36,7 @@ class Ridge:
     """`K = X Xᵀ` as `Q M Qᵀ + τ (1 − Q Qᵀ)`, ready to be damped and solved.
 
     >>> exact = Ridge(None, torch.tensor([[2.0]], dtype=torch.float64), 0.0, 2.0, 1)
-    >>> round(float(exact.solve(torch.tensor([[6.0]], dtype=torch.float64), damping=0.5)), 6)
+    >>> round(float(exact.damped(0.5).solve(torch.tensor([[6.0]], dtype=torch.float64))), 6)
     2.0
     """
 
@@ -56,45 +58,73 @@ class Ridge:
         """The trace within the basis."""
         return float(self.M.diagonal().sum(dtype=torch.float64))
 
-    def solve(self, b: Tensor, damping: float) -> Tensor:
-        """(side, queries): `(1 + K / λ)⁻¹ b` with `λ = damping · scale`, in float64."""
-        added, b = damping * self.scale, b.double().cpu()
-        if not added:  # nothing was contributed
+    def damped(self, damping: float) -> Damped:
+        """`K + λ` with `λ = damping · scale`, factored."""
+        added = damping * self.scale
+        precise = self.trace > WELL_CONDITIONED * added
+        system = self.M.double() if precise else self.M.clone()
+        if added:  # something was contributed
+            system.diagonal().add_(added)
+            system = torch.linalg.cholesky(system)
+        return Damped(self, added, system)
+
+
+@dataclass(frozen=True)
+class Damped:
+    """`K + λ`, with which any number of systems can be solved."""
+
+    ridge: Ridge
+    added: float
+    """λ."""
+    root: Tensor
+    """The Cholesky factor of `M + λ`."""
+
+    def solve(self, b: Tensor) -> Tensor:
+        """(side, queries): `(1 + K / λ)⁻¹ b`."""
+        b, Q, added = b.to(self.root).cpu(), self.ridge.Q, self.added
+        if not added:
             return b
         b = b * added
-        inside = b if self.Q is None else self.Q.T @ b
-        solved = torch.cholesky_solve(inside, self._root(added))
-        if self.Q is None:
-            return solved
-        return self.Q @ solved + (b - self.Q @ inside) / (added + self.tail)
+        if Q is None:
+            return torch.cholesky_solve(b, self.root)
+        Q = Q.to(b)
+        inside = Q.T @ b
+        outside = (b - Q @ inside) / (added + self.ridge.tail)
+        return Q @ torch.cholesky_solve(inside, self.root) + outside
 
-    def left(self, damping: float) -> float:
+    def left(self) -> float:
         """The trace of `K (1 + K / λ)⁻¹`: what solving leaves of K."""
-        added, rank = damping * self.scale, len(self.M)
+        Q, M, tail, added = self.ridge.Q, self.ridge.M, self.ridge.tail, self.added
         if not added:
             return 0.0
-        inside = added * float((torch.cholesky_inverse(self._root(added)) * self.M).sum())
-        outside = 0 if self.Q is None else len(self.Q) - rank
-        return inside + outside * self.tail * added / (added + self.tail)
-
-    def _root(self, added: float) -> Tensor:
-        """The Cholesky factor of `M + λ`."""
-        system = self.M + added * torch.eye(len(self.M), dtype=torch.float64)
-        root: Tensor = torch.linalg.cholesky(system)
-        return root
+        kept = (torch.cholesky_inverse(self.root) * M).sum(dtype=torch.float64)
+        outside = 0 if Q is None else len(Q) - len(M)
+        return added * float(kept) + outside * tail * added / (added + tail)
 
 
 def make_ridge(X: Tensor, rank: int, samples: int) -> Ridge:
     """K itself where the rank is as large as its side, else its leading directions."""
     side = len(X)
     if rank >= side:
-        K = (X @ X.T).cpu()
+        K = _gram(X).cpu()
         return Ridge(None, K, 0.0, float(K.diagonal().sum(dtype=torch.float64)), samples)
     tried = min(rank + OVERSAMPLED, side)
     start = torch.randn(side, tried, generator=torch.Generator().manual_seed(0))
     basis = torch.linalg.qr(_times_gram(X, start)).Q
     trace = float(X.square().sum(dtype=torch.float64))
     return _nystrom(basis, _times_gram(X, basis), rank, trace, samples)
+
+
+def _gram(X: Tensor) -> Tensor:
+    """`X Xᵀ`, of which only one half is computed."""
+    side = len(X)
+    K = X.new_empty(side, side)
+    each = max(128, -(-side // 4))
+    for at in range(0, side, each):
+        rows = slice(at, at + each)
+        K[rows, : at + each] = X[rows] @ X[: at + each].T
+        K[:at, rows] = K[rows, :at].T
+    return K
 
 
 def _times_gram(X: Tensor, basis: Tensor) -> Tensor:
@@ -138,10 +168,11 @@ class Lines:
             asked = columns.of(directions[columns.book.name])
             lines = list(zip(columns.lines(columns.values), columns.lines(asked), strict=True))
             ridges = [self._ridge(columns, at, C) for at, (C, _) in enumerate(lines)]
-            total += _solved(columns, lines, ridges, damping)
+            damped = [ridge.damped(damping) for ridge in ridges]
+            total += _solved(columns, lines, damped)
             if damping not in self._left:
                 inside += sum(ridge.inside for ridge in ridges)
-                left += sum(ridge.left(damping) for ridge in ridges)
+                left += sum(one.left() for one in damped)
                 trace += sum(ridge.trace for ridge in ridges)
         if damping not in self._left:
             self.kept = inside / trace if trace else 1.0
@@ -164,14 +195,12 @@ def _tall(C: Tensor) -> bool:
     return C.shape[0] >= C.shape[1]
 
 
-def _solved(
-    columns: Columns, lines: list[tuple[Tensor, Tensor]], ridges: list[Ridge], damping: float
-) -> Tensor:
+def _solved(columns: Columns, lines: list[tuple[Tensor, Tensor]], damped: list[Damped]) -> Tensor:
     """(samples, queries): what some lines add; where samples are many, by one product for all."""
+    pairs = list(zip(lines, damped, strict=True))
     if not _tall(lines[0][0]):
-        pairs = zip(lines, ridges, strict=True)
-        return torch.stack([ridge.solve(C @ g.T, damping) for (C, g), ridge in pairs]).sum(0)
-    solved = [r.solve(g.T, damping).T.to(g) for (_, g), r in zip(lines, ridges, strict=True)]
+        return torch.stack([one.solve(C @ g.T).double() for (C, g), one in pairs]).sum(0)
+    solved = [one.solve(g.T).T.to(g) for (_, g), one in pairs]
     return (columns.values @ columns.joined(solved).T).double().cpu()
 
 

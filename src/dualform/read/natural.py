@@ -1,0 +1,167 @@
+"""Contributions in the metric of the optimizer, which moves parameters by very different amounts.
+
+`h` is how far a parameter moves for a gradient of size 1, relative to the learning rate. It is what
+the optimizer's memory says, wherever that was kept: no row is read for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dualform.ledger import Book
+from dualform.read.coefficients import Accounting
+from dualform.read.grouped import Grouping, Records
+from dualform.read.matrix import Columns, Contributions
+from dualform.read.replay import Moment, kept_moment, step_gradients
+from dualform.record.optimizers import (
+    BY_ROW,
+    Modewise,
+    Operator,
+    ScalarRule,
+    Sided,
+    StateRule,
+    Step,
+    Turned,
+    plus,
+    times,
+)
+
+MOMENTS = 8
+"""At how many of the kept steps the optimizer's memory is looked at."""
+SMALLEST = 1e-12
+
+
+class Natural:
+    """`C h^(−½)`: contributions in the metric of the optimizer.
+
+    Where a step's coefficients are one for each element, contributions are taken for `h` times the
+    gradients, each with its step's learning rate: their change over time is left out, which spares
+    applying every step's coefficients to every sample.
+    """
+
+    def __init__(self, accounting: Accounting, grouping: Grouping) -> None:
+        self.groups, self._accounting = grouping.count, accounting
+        self._exact = Contributions(accounting, grouping)
+        self._rated = Contributions(accounting, grouping, None, self._weights)
+        self._sizes: dict[str, Tensor | None] = {}
+
+    def columns(self) -> Iterator[Columns]:
+        """All columns, some at a time; each is valid until the next."""
+        if isinstance(self._accounting.rule, ScalarRule):
+            yield from self._exact.columns()
+            return
+        sizes = {book.name: self._size(book) for book in self._exact.books}
+        turned = [book for book in self._exact.books if sizes[book.name] is None]
+        stretched = [book for book in self._exact.books if sizes[book.name] is not None]
+        for columns in self._rated.columns(stretched):
+            h = sizes[columns.book.name]
+            assert h is not None
+            yield _stretched(columns, h)
+        for book in turned:
+            yield from self._turned(book)
+
+    def _turned(self, book: Book) -> Iterator[Columns]:
+        """Where a step turns gradients, how far it moves a parameter is seen from both."""
+        pairs = zip(self._exact.columns([book]), self._rated.columns([book]), strict=True)
+        for columns, rated in pairs:
+            moved, gradient = (c.values.square().mean(0).sqrt_() for c in (columns, rated))
+            h = torch.where(gradient > 0, moved / gradient, 1.0).clamp_min_(SMALLEST)
+            yield _divided(columns, h.sqrt_())
+
+    def _weights(self, book: Book, records: Records) -> Tensor:
+        """Gradients as the optimizer saw them, times its learning rate."""
+        return -self._rates(book)[records.steps - 1]
+
+    def _rates(self, book: Book) -> Tensor:
+        """(T,): the rate and the factor of each step's rows."""
+        by_row = torch.from_numpy(self._accounting.states(book) == BY_ROW)
+        history = self._accounting.history(book)
+        rates = torch.from_numpy(history.hyper[:, history.fields.index("lr")])
+        return torch.where(by_row, rates * torch.from_numpy(self._accounting.factors(book)), 0.0)
+
+    def _size(self, book: Book) -> Tensor | None:
+        """h, one for each element, or None where a step turns gradients."""
+        if book.name not in self._sizes:
+            self._sizes[book.name] = self._found(book)
+        return self._sizes[book.name]
+
+    def _found(self, book: Book) -> Tensor | None:
+        moves = [self._move(book, step) for step in self._looked_at(book)]
+        if any(isinstance(move, Sided | Modewise | Turned) for move in moves):
+            return None
+        inverse = [torch.as_tensor(move).square().reciprocal() for move in moves]
+        if inverse and all(bool(part.isfinite().all()) for part in inverse):
+            h = torch.stack([part.expand(book.shape) for part in inverse]).mean(0).rsqrt()
+            return h.clamp_min_(SMALLEST)
+        return self._measured(book)
+
+    def _looked_at(self, book: Book) -> list[int]:
+        """Some of the steps at which the optimizer's memory was kept, the last among them."""
+        states, until = self._accounting.states(book), self._accounting.until
+        kept = [step for step in self._accounting.ledger.kept_steps if 0 < step <= until]
+        by_row = [step for step in kept if states[step - 1] == BY_ROW]
+        return by_row[:: -max(1, -(-len(by_row) // MOMENTS))]
+
+    def _move(self, book: Book, step: int) -> Operator:
+        """How far one more gradient would move a parameter, relative to the rate: h by then."""
+        accounting = self._accounting
+        assert isinstance(accounting.rule, StateRule)
+        known = accounting.history(book).named(step - 1)
+        hyper = {name: known.get(name, 0.0) for name in accounting.rule.fields}
+        at: Moment = kept_moment(accounting.ledger, accounting.rule, book, step, accounting.device)
+        nothing = torch.zeros_like(at.W)
+        transition, _ = accounting.rule.transition(hyper, at.state, at.W, at.b, nothing)
+        return times(in_the_end(transition), 1 / (hyper["lr"] or 1.0))
+
+    def _measured(self, book: Book) -> Tensor | None:
+        """`h² = Σ (H g)² / Σ (η g)²` over the steps and their gradients g, where nothing was kept.
+
+        Signs of gradients (Lion, Rprop) also need it: without a gradient, they move nothing.
+        """
+        accounting, rates = self._accounting, self._rates(book).tolist()
+        moved = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
+        rated = torch.zeros_like(moved)
+        for span in accounting.spans([book]):
+            operators = span.coefficients[book.name]
+            assert isinstance(operators, dict)
+            found = step_gradients(
+                accounting.ledger, book, span.first, span.last, accounting.device
+            )
+            for step, gradient in found.items():
+                operator = operators.get(step, 0.0)
+                if isinstance(operator, Sided | Modewise | Turned):
+                    return None
+                moved += (operator * gradient).square_()
+                rated += (rates[step - 1] * gradient).square_()
+        return torch.where(rated > 0, moved / rated, 1.0).sqrt_().clamp_min_(SMALLEST)
+
+
+def in_the_end(step: Step) -> Operator:
+    """`n_W + n_b M_Wb / (1 − M_bb)`: what becomes of a gradient if all further steps are alike.
+
+    >>> from dualform.record.optimizers import Transition
+    >>> in_the_end(Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0)))
+    -0.2
+    """
+    on_W, (_, from_buffer) = step.backward((1.0, 0.0))
+    on_b, (_, kept) = step.backward((0.0, 1.0))
+    if not isinstance(kept, float) or kept >= 1:
+        return on_W
+    return plus(on_W, times(times(on_b, from_buffer), 1 / (1 - kept)))
+
+
+def _divided(columns: Columns, scale: Tensor | float) -> Columns:
+    """The same in other units, in place."""
+    columns.values.div_(scale)
+    return replace(columns, scale=scale)
+
+
+def _stretched(columns: Columns, h: Tensor) -> Columns:
+    """Columns of gradients as contributions `h` times as large, divided by `h^(½)`; in place."""
+    scale = columns.of(h[None].sqrt())[0]
+    columns.values.mul_(scale)
+    return replace(columns, scale=scale)
