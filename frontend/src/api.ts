@@ -197,6 +197,7 @@ export interface Book {
   granularity: string
   reason: string
   remainder: number | null
+  rounding: number
   bytes: number
 }
 
