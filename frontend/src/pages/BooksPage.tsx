@@ -77,9 +77,11 @@ function Audit({ books }: { books: Books }) {
           <caption class="hidden">The books, one a parameter</caption>
           <thead>
             <tr>
-              {["Book", "Shape", "Rows", "Granularity", "Remainder", "Of rounding", "Bytes"].map((title) => (
-                <th scope="col">{title}</th>
-              ))}
+              {["Book", "Shape", "Rows", "Granularity", "Remainder", "Of rounding", "Bytes"].map(
+                (title) => (
+                  <th scope="col">{title}</th>
+                ),
+              )}
             </tr>
           </thead>
           <tbody>
