@@ -1,18 +1,19 @@
 """Safetensors files, written in parts and read in ranges.
 
 The `safetensors` package writes whole arrays and maps whole files. A ledger writes each array in
-the parts it arrived in, and runs through mapped files in ranges that are let go behind. The bytes
-are plain safetensors.
+the parts it arrived in, takes the checksum while the disk works, and runs through mapped files in
+ranges that are let go behind. The bytes are plain safetensors.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import mmap
+import os
 import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from torch import Tensor
 from zlib_ng import zlib_ng  # CRC-32 as in zlib, several times as fast
 
 from dualform.errors import CorruptError
-from dualform.ledger.direct import write_new
 from dualform.ledger.format import sync_folder
 
 DTYPES = {
@@ -67,12 +67,8 @@ class Entry:
 
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor, without a copy where it is contiguous."""
-    flat = _flat(tensor)
-    return flat.numpy().data if len(flat) else memoryview(b"")
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def write_tensors(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> tuple[int, int]:
@@ -80,13 +76,22 @@ def write_tensors(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> tuple[i
 
     The file must not exist. If anything fails it is removed again.
     """
-    parts = (_flat(part) for parts in arrays.values() for part in parts)
-    written = write_new(path, itertools.chain([_header(arrays)], parts))
+    chunks = [_header(arrays), *(raw(part) for parts in arrays.values() for part in parts)]
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for chunk in chunks:
+            _write_all(descriptor, chunk)
+        checksum = _sync_and_sum(descriptor, chunks)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
     sync_folder(path.parent)
-    return written
+    return sum(map(len, chunks)), checksum
 
 
-def _header(arrays: Mapping[str, Sequence[Tensor]]) -> Tensor:
+def _header(arrays: Mapping[str, Sequence[Tensor]]) -> memoryview:
     entries, offset = {}, 0
     for name, parts in arrays.items():
         shape = list(parts[0].shape)
@@ -98,7 +103,23 @@ def _header(arrays: Mapping[str, Sequence[Tensor]]) -> Tensor:
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)  # data starts aligned, so that mapped readers see it so
-    return torch.frombuffer(bytearray(struct.pack("<Q", len(text)) + text), dtype=torch.uint8)
+    return memoryview(struct.pack("<Q", len(text)) + text)
+
+
+def _write_all(descriptor: int, chunk: memoryview) -> None:
+    while chunk:
+        chunk = chunk[os.write(descriptor, chunk) :]
+
+
+def _sync_and_sum(descriptor: int, chunks: Sequence[memoryview]) -> int:
+    """Takes the checksum while the disk is busy making the file durable."""
+    checksum = 0
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(os.fsync, descriptor)
+        for chunk in chunks:
+            checksum = zlib_ng.crc32(chunk, checksum)
+        synced.result()
+    return checksum
 
 
 class TensorFile:
