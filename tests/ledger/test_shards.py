@@ -65,6 +65,17 @@ def test_too_many_have_to_wait(side_by_side: int) -> None:
     shards.close()
 
 
+@pytest.mark.parametrize("side_by_side", [0, 1, 3])
+def test_many_in_a_hurry(side_by_side: int) -> None:
+    """Writes that end at any moment, also just when somebody begins to wait for them."""
+    shards, log = Shards(side_by_side), list[Record]()
+    for number in range(3000):
+        shards.begin(lambda number=number: {"file": number}, log.append)
+    shards.wait()
+    shards.close()
+    assert [record["file"] for record in log] == list(range(3000))
+
+
 @pytest.mark.parametrize("side_by_side", [0, 3])
 def test_nothing_is_committed_after_a_write_that_failed(
     side_by_side: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

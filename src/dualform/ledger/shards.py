@@ -49,11 +49,17 @@ class Shards:
         self._threads.shutdown()
 
     def _wait(self, left: int) -> None:
-        while len(self._under_way) > left and self._error is None:
-            self._under_way[0][0].exception()
+        while (first := self._first(left)) is not None:
+            first.exception()
             self._commit_written()
         if self._error is not None:
             raise self._error
+
+    def _first(self, left: int) -> Future[Record] | None:
+        """The shard to wait for until only so many are left, or until one has failed."""
+        with self._lock:
+            waiting = len(self._under_way) > left and self._error is None
+            return self._under_way[0][0] if waiting else None
 
     def _commit_written(self) -> None:
         """Commits what is written and has nothing before it; after an error, nothing any more."""
