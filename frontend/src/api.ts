@@ -197,7 +197,6 @@ export interface Book {
   granularity: string
   reason: string
   remainder: number | null
-  rounding: number
   bytes: number
 }
 

@@ -35,7 +35,7 @@ def test_little_change_is_left_to_rounding(
     audit = audited(make, lr, seed, tmp_path / "run")
     assert audit.remainder > 5 * SUSPECT
     assert not audit.beyond_rounding
-    assert "rounding" in repr(audit)
+    assert "rounding of the stored weights can be all of it" in repr(audit)
     assert audit.to_dict()["books"][0]["rounding"] == audit.books[0].rounding
 
 
@@ -74,3 +74,5 @@ def test_other_remainders_are_not(tmp_path: Path) -> None:
     train(model, optimizer, torch.randn(10, 6), torch.randn(10, 8), Loop(), tmp_path / "run")
     audit = dualform.open(tmp_path / "run").audit()
     assert audit.beyond_rounding == list(audit.books)
+    named = ", ".join(book.name for book in audit.books[:3])
+    assert f"more than rounding of the stored weights can be: {named}" in repr(audit)

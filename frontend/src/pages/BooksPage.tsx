@@ -77,11 +77,9 @@ function Audit({ books }: { books: Books }) {
           <caption class="hidden">The books, one a parameter</caption>
           <thead>
             <tr>
-              {["Book", "Shape", "Rows", "Granularity", "Remainder", "Of rounding", "Bytes"].map(
-                (title) => (
-                  <th scope="col">{title}</th>
-                ),
-              )}
+              {["Book", "Shape", "Rows", "Granularity", "Remainder", "Bytes"].map((title) => (
+                <th scope="col">{title}</th>
+              ))}
             </tr>
           </thead>
           <tbody>
@@ -109,9 +107,6 @@ function Row({ book }: { book: Book }) {
       </td>
       <td>
         <Figure value={book.remainder} text={tiny(book.remainder)} />
-      </td>
-      <td title="How much of the remainder the rounding of stored weights can be">
-        <Figure value={book.rounding} text={tiny(book.rounding)} />
       </td>
       <td>
         <Figure value={book.bytes} text={bytes(book.bytes)} />

@@ -116,18 +116,29 @@ class Audit(Shown):
             return f"books at step {self.step:,}, remainder measured at step {self.measured_at:,}"
         return f"books at step {self.step:,}, not measured: no weights were kept up to there"
 
+    @property
+    def _verdict(self) -> str:
+        """Whether rounding of the weights can be all that is missing, where that is not little."""
+        if not self.remainder > SUSPECT:
+            return ""
+        names = [book.name for book in self.beyond_rounding]
+        if not names:
+            return "\nrounding of the stored weights can be all of it"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return f"\nmore than rounding of the stored weights can be: {', '.join(names[:3])}{more}"
+
     def __rich__(self) -> Group:
         note = (
             f"largest remainder {self.remainder:.1e} · {self.coverage:.0%} of trained parameters "
-            f"by row · {self.bytes / 1e6:,.1f} MB"
+            f"by row · {self.bytes / 1e6:,.1f} MB{self._verdict}"
         )
         table = Table()
-        for name in ("book", "shape", "kept by", "rows", "remainder", "rounding", "MB"):
+        for name in ("book", "shape", "kept by", "rows", "remainder", "MB"):
             table.add_column(name, justify="left" if name in ("book", "kept by") else "right")
         for book in self.books:
             kept = f"{book.granularity} ({book.reason})" if book.reason else book.granularity
             cells = [book.name, "×".join(map(str, book.shape)), kept, f"{book.rows:,}"]
-            cells += [f"{book.remainder:.1e}", f"{book.rounding:.1e}", f"{book.bytes / 1e6:,.1f}"]
+            cells += [f"{book.remainder:.1e}", f"{book.bytes / 1e6:,.1f}"]
             table.add_row(*map(Text, cells))
         return framed(self._title, table, note)
 
