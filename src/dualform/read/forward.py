@@ -25,8 +25,6 @@ BLOCK = 1 << 15
 """So many elements are replayed at a time by each core of a processor: they fit its cache."""
 GRADIENT_BYTES = 64 << 20
 """How much the gradients may take that are held at a time, unless a single one takes more."""
-
-
 Split: TypeAlias = dict[int, list[Tensor]]
 """Gradients by step, each in blocks."""
 
@@ -133,7 +131,7 @@ class Forward:
         for begin in range(first, last + 1, count):
             numbers = range(begin, min(begin + count, last + 1))
             gradients, chosen = self._gradients(numbers)
-            hyper = {t: self._hyper(t) for t in gradients}
+            hyper = {t: self._history.at(t, self._rule.fields) for t in gradients}
             for at, (place, found) in enumerate(zip(places, sums, strict=True)):
                 for t in numbers:
                     if t in gradients:
@@ -165,10 +163,6 @@ class Forward:
             gradient = sums.get(t, none)
             found[t] = self._split(gradient * factor if t in ratios or factor != 1.0 else gradient)
         return found
-
-    def _hyper(self, t: int) -> Hyper:
-        known = self._history.named(t - 1)
-        return {name: known.get(name, 0.0) for name in self._rule.fields}
 
     def _kept(self, step: int) -> list[Moment]:
         """What was kept of a step, block by block."""

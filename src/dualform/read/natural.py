@@ -110,8 +110,7 @@ class Natural:
         """How far one more gradient would move a parameter, relative to the rate: h by then."""
         accounting = self._accounting
         assert isinstance(accounting.rule, StateRule)
-        known = accounting.history(book).named(step - 1)
-        hyper = {name: known.get(name, 0.0) for name in accounting.rule.fields}
+        hyper = accounting.history(book).at(step, accounting.rule.fields)
         at: Moment = kept_moment(accounting.ledger, accounting.rule, book, step, accounting.device)
         nothing = torch.zeros_like(at.W)
         transition, _ = accounting.rule.transition(hyper, at.state, at.W, at.b, nothing)

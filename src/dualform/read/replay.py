@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ SPAN_BYTES = 256 << 20
 """How much the transitions of one span may take, unless a span of √T steps takes more."""
 
 
-Replayed = tuple[dict[int, Tensor], dict[int, Tensor]]
+Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, Tensor]]
 """Gradients by step, and what the sums of rows were multiplied by to be them, if by anything."""
 
 
@@ -109,8 +109,7 @@ class Replay:
             transition: Step = STILL
             if self._by_row(t):
                 gradient = gradients.get(t, torch.zeros_like(W)) * float(self._factors[t - 1])
-                known = self._history.named(t - 1)
-                hyper = {name: known.get(name, 0.0) for name in self._rule.fields}
+                hyper = self._history.at(t, self._rule.fields)
                 transition, state = self._rule.transition(hyper, state, W, b, gradient)
                 W, b = transition.forward(W, b, gradient)
             transitions.append(transition)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from dualform.memory.blocks import Sides, matrix_shape
 from dualform.read.scan import Scan, row_sides, rows_total
 
 NARROW = (torch.bfloat16, torch.float16)
-Use = tuple[tuple[int, int], Tensor, bool]
+Use: TypeAlias = tuple[tuple[int, int], Tensor, bool]
 """Step and batch, what its rows add up to, and whether they reach all of the parameter."""
 
 

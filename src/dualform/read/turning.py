@@ -8,6 +8,7 @@ through a tail once; a step costs one multiplication for each element, as under 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -84,7 +85,7 @@ class Turning:
         return found
 
 
-Chain = list[tuple[Turned, dict[int, float]]]
+Chain: TypeAlias = list[tuple[Turned, dict[int, float]]]
 """Bases in the order of time: what each makes of gradients, with the shares of the steps before."""
 
 

@@ -187,6 +187,11 @@ class History:
         """The hyper-parameters of step `t`, counted from 0."""
         return dict(zip(self.fields, map(float, self.hyper[t]), strict=True))
 
+    def at(self, step: int, fields: Sequence[str]) -> dict[str, float]:
+        """These hyper-parameters of a step, by its number; 0 for those the run does not have."""
+        known = self.named(step - 1)
+        return {name: known.get(name, 0.0) for name in fields}
+
 
 @dataclass(frozen=True)
 class Coefficients:
