@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 
@@ -331,6 +332,44 @@ def test_recording_is_bit_identical_and_leaves_the_random_state_alone(
     (plain, plain_random), (recorded_state, recorded_random) = results
     assert all(torch.equal(plain[name], recorded_state[name]) for name in plain)
     assert torch.equal(plain_random, recorded_random)
+
+
+class Tied(nn.Module):
+    """One weight under two names, and a layer that is no plain linear one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.down.weight = self.up.weight
+        self.recurrent, self.head = nn.GRU(6, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.down(self.up(self.norm(x)).tanh())
+        return self.head(self.recurrent(hidden[:, None])[0][:, 0])
+
+
+@pytest.mark.parametrize("make", [mlp, Tied])
+def test_copies_made_in_the_loop_take_nothing_of_the_recorder_with_them(
+    tmp_path: Path, data: tuple[Tensor, Tensor], make: Callable[[], nn.Module]
+) -> None:
+    (x, y), audits = data, []
+    for copies in (False, True):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with dualform.record(model, optimizer, tmp_path / str(copies)):
+            for _ in range(3):
+                step(model, optimizer, x, y)
+                if copies:
+                    file = io.BytesIO()
+                    torch.save(model, file)
+                    assert b"dualform" not in file.getvalue()
+                    file.seek(0)
+                    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+                        F.mse_loss(twin(x), y).backward()
+                        assert torch.equal(twin(x), model(x))
+        audits.append(dualform.open(tmp_path / str(copies)).audit())
+    assert str(audits[0]) == str(audits[1])
 
 
 def test_an_exception_in_the_loop_leaves_a_readable_run(

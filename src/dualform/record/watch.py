@@ -19,6 +19,7 @@ from dualform.ledger.samples import SampleId, check_ids
 from dualform.memory.blocks import matrix_shape
 from dualform.record.layers import (
     Finder,
+    Hook,
     Rows,
     Seen,
     Site,
@@ -268,9 +269,9 @@ class Watch:
         """In a model of plain linear layers, only their own calls need to be seen."""
         for handle in self._around_root:
             handle.remove()
-        begin = self._root.register_forward_pre_hook(self._begin_batch, with_kwargs=True)
-        self._handles.append(begin)
-        self._handles += [layer.register_forward_hook(self._see_linear) for layer in layers]
+        begin, see = Hook(self._begin_batch), Hook(self._see_linear)
+        self._handles.append(self._root.register_forward_pre_hook(begin, with_kwargs=True))
+        self._handles += [layer.register_forward_hook(see) for layer in layers]
 
     def _see_linear(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
         own = module._parameters
@@ -328,6 +329,6 @@ def _around(
     module: nn.Module, before: Callable[..., None], after: Callable[..., None]
 ) -> tuple[RemovableHandle, RemovableHandle]:
     return (
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        module.register_forward_hook(after, always_call=True),
+        module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
+        module.register_forward_hook(Hook(after), always_call=True),
     )

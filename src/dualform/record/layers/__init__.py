@@ -21,6 +21,7 @@ from dualform.record.layers.use import (
     place,
 )
 from dualform.record.layers.watching import (
+    Hook,
     Watching,
     arrangement,
     first_tensor,
@@ -65,6 +66,7 @@ __all__ = [
     "KINDS",
     "Finder",
     "Found",
+    "Hook",
     "LayerKind",
     "Rows",
     "Seen",

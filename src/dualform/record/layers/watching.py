@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,23 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.ledger.format import ROOT
 from dualform.record.layers.use import Finder, Function, LayerKind, Seen
+
+
+class Hook(partial[None]):
+    """A module's hook that stays behind: a copy of the module has one that does nothing instead.
+
+    So a model that is copied or saved inside the loop takes nothing of the recorder with it, and
+    files can be loaded where there is no dualform.
+
+    >>> import copy
+    >>> calls = []
+    >>> hook = Hook(lambda module, args: calls.append(args))
+    >>> hook(None, (1,)); copy.deepcopy(hook)(None, (2,)); calls
+    [(1,)]
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes anything, and gives None
 
 
 class Watching(TorchFunctionMode):
@@ -80,7 +99,7 @@ def _note(model: nn.Module, find: Finder, book: str, name: str) -> RemovableHand
     def note(module: nn.Module, args: Any) -> None:
         find.labels[book] = name
 
-    return owner.register_forward_pre_hook(note)
+    return owner.register_forward_pre_hook(Hook(note))
 
 
 def packing_order(model: nn.Module, find: Finder) -> list[RemovableHandle]:
@@ -91,7 +110,7 @@ def packing_order(model: nn.Module, find: Finder) -> list[RemovableHandle]:
         find.order = args[0].unsorted_indices if packed else None
 
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    return [layer.register_forward_pre_hook(note) for layer in layers]
+    return [layer.register_forward_pre_hook(Hook(note)) for layer in layers]
 
 
 def usual_axis(model: nn.Module) -> int:
