@@ -750,5 +750,7 @@ def test_stale_ids_are_noticed_in_any_layer(tmp_path: Path, data: tuple[Tensor, 
         recorder.samples(range(12))
         F.mse_loss(model[2](model[1](model[0](x))), y).backward()
         optimizer.step()
+        optimizer.zero_grad()
+        F.mse_loss(model[0](x), torch.zeros(12, 8)).backward()
         with pytest.raises(RecordingError, match="named the samples of earlier steps"):
-            model[0](x)
+            optimizer.step()

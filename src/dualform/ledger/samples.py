@@ -173,17 +173,34 @@ def describe_samples(
     write_durably(page, json.dumps(description))
 
 
-def check_ids(ids: Tensor | Sequence[Any]) -> None:
-    """Ids are integers or strings; anything else is refused before it is lost in rounding."""
-    if isinstance(ids, Tensor):
-        fine = not ids.is_floating_point() and ids.ndim == 1
-    else:
-        kinds = {type(plain(name)) for name in ids}
-        fine = kinds <= {int} or kinds <= {str}
-    if not fine:
+def listed(ids: Any) -> list[Any]:
+    """Ids as a list; anything that is not several things is refused.
+
+    >>> listed(range(3))
+    [0, 1, 2]
+    """
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
         raise SampleIdsError(
-            f"recorder.samples got {list(ids[:3])}; ids are integers or strings, all of one kind, "
-            "in one flat list or tensor."
+            f"recorder.samples got {ids!r}; give one id for each sample of the batch, in a list "
+            "or a tensor."
+        )
+    return list(ids)
+
+
+def check_ids(ids: Tensor | Sequence[Any]) -> None:
+    """Ids are integers of 64 bits or strings; others are refused before they are lost."""
+    if isinstance(ids, Tensor):
+        fine = not (ids.is_floating_point() or ids.is_complex()) and ids.ndim == 1
+        fine = fine and ids.dtype != torch.bool
+    else:
+        given = [plain(name) for name in ids]
+        kinds = {type(name) for name in given}
+        fine = kinds <= {str} or (kinds <= {int} and all(-(2**63) <= i < 2**63 for i in given))
+    if not fine:
+        shown = ids if isinstance(ids, Tensor) and not ids.ndim else list(ids[:3])
+        raise SampleIdsError(
+            f"recorder.samples got {shown}; ids are integers or strings, all of one kind, in one "
+            "flat list or tensor; integers fit into 64 bits."
         )
 
 

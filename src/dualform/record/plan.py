@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
 from dualform.ledger import Book
+from dualform.record.layers import is_scripted
 from dualform.record.optimizers import Rule, why_observed
 
 
@@ -26,6 +29,7 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
     """A book for every parameter; by step from the start where the optimizer has no rule."""
     refuse_wrapped(model)
     parameters = dict(model.named_parameters())
+    refuse_unready(parameters)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not known.intersection(map(id, parameters.values())):
         raise RecordingError(
@@ -82,12 +86,29 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
+def refuse_unready(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses parameters that have no shape or no values yet."""
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise RecordingError(
+                f"'{name}' has no shape yet: it belongs to a lazy module. Call the model once, "
+                "under torch.no_grad(), before recording."
+            )
+        if parameter.is_meta:
+            raise RecordingError(
+                f"'{name}' has no values: it is on the meta device. Use model.to_empty(device=…) "
+                "and initialize or load the model before recording."
+            )
+
+
 def reason_of(model: nn.Module, name: str) -> str:
     """Why no call of the model left rows for a parameter."""
     path, _, own = name.rpartition(".")
     if "parametrizations." in name:
         return "a parametrization computes the weight from it"
-    owner = model.get_submodule(path)
+    owner = dict(model.named_modules(remove_duplicate=False))[path]
+    if is_scripted(owner):
+        return "a scripted module makes no calls that could be seen; by row is the module itself"
     if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
         if owner.max_norm is not None:
             return "with max_norm the table changes when it is read"

@@ -96,7 +96,8 @@ class Recorder:
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams)
         ports = self._watch.ports.all
-        self._settler = Settler(plan, ports, opened.samples, opened.numbered)
+        strays = self._watch.strays
+        self._settler = Settler(plan, ports, opened.samples, opened.numbered, strays)
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
         self._parcel_bytes = self._delivery.parcel_bytes(self._buffer_bytes)
@@ -212,6 +213,8 @@ class Recorder:
         self._seen_ports = len(ports)
         step = self._books.observe(self.step + 1)
         self._watch.dropped |= {note["book"] for note in step.notes}
+        if self._watch.overdue:
+            self._refuse_unnamed(step)
         if self._books.unverified and (failed := self._verify(step)):
             notes = step.notes + [
                 {"step": step.number, "book": book, "reason": reason}
@@ -222,6 +225,16 @@ class Recorder:
             step = self._books.observe(self.step + 1)
             step.notes = notes
         self._current = step
+
+    def _refuse_unnamed(self, step: Step) -> None:
+        """Forgotten ids are an error where the gradient has rows of them in it."""
+        evidence, _, _ = settle_factors(self._settler.evidence([step], self._watch.peek()))
+        used = {number for account in evidence for number in account.batches(0)}
+        if not used.isdisjoint(self._watch.overdue):
+            raise RecordingError(
+                "recorder.samples(ids) named the samples of earlier steps, but not of this one; "
+                "call it before every forward pass that trains."
+            )
 
     def _verify(self, step: Step) -> dict[str, str]:
         """Holds books that are new against their gradients; returns those that fail, and why."""
@@ -235,7 +248,9 @@ class Recorder:
             if isinstance(self._rule, StateRule):
                 failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
             if not agreed[0, at]:
-                failed |= dict.fromkeys(account.looks, UNEXPLAINED)
+                failed |= {
+                    book: self._watch.strays.get(book, UNEXPLAINED) for book in account.looks
+                }
         seen = {*step.probes, *(step.columns[0] if step.columns else ())}
         new = seen & self._books.unverified
         self._books.unverified -= seen

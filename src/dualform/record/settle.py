@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -69,9 +69,14 @@ class Settler:
     """Turns steps into blocks; knows the plan, the streams and the samples met so far."""
 
     def __init__(
-        self, plan: Plan, ports: Sequence[Port], samples: SampleTable, numbered: int = 0
+        self,
+        plan: Plan,
+        ports: Sequence[Port],
+        samples: SampleTable,
+        numbered: int,
+        strays: Mapping[str, str],
     ) -> None:
-        self._plan, self._ports = plan, ports
+        self._plan, self._ports, self._strays = plan, ports, strays
         self._samples = samples
         self._numbered = numbered
         self._declared: set[str] = set()
@@ -182,7 +187,11 @@ class Settler:
             self.failed |= new
             self._broken |= new
             notes += [
-                {"step": steps[at].number, "book": book, "reason": UNEXPLAINED}
+                {
+                    "step": steps[at].number,
+                    "book": book,
+                    "reason": self._strays.get(book, UNEXPLAINED),
+                }
                 for book in sorted(new)
             ]
         return notes

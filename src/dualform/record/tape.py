@@ -33,28 +33,58 @@ class Batch:
     number: int
     ids: Tensor | Sequence[SampleId] | None
     step: int
-    size: int = 0
+    size: int = -1
+    """How many samples; -1 until that is known."""
     axis: int = 0
     """Which dimension of the input counts the samples."""
     shapes: list[Sequence[int]] = field(default_factory=list)
     """Of the model's input, and of what its layers gave."""
+    overdue: bool = False
+    """Whether it has no ids though it should have."""
 
-    def begin(self, shape: Sequence[int], usual: int) -> None:
-        """Takes the size from the shape of the model's input, and holds the ids to it.
+    def begin(self, given: Sequence[Sequence[int]], usual: int) -> None:
+        """Takes the size from the shapes of what the model is given, and holds the ids to it.
 
         `usual` is the dimension that counts samples where the shape alone does not say.
         """
+        self.shapes.append(given[0])
         if self.ids is None:
-            self.size = shape[0]
-        elif len(self.ids) in shape[:2]:
-            self.size = len(self.ids)
-            both = len(shape) > 1 and shape[0] == shape[1]
-            self.axis = usual if both else int(shape[0] != self.size)
-        else:
+            self.size = given[0][0]
+        elif not self._fit(given, usual) and not self._is_one(given[0]):
             raise SampleIdsError(
                 f"recorder.samples got {len(self.ids)} ids, but the model was given a batch of "
-                f"shape {tuple(shape)}; give one id for each sample of the batch."
+                f"shape {tuple(given[0])}; give one id for each sample of the batch."
             )
+
+    def begin_inside(self, lead: Sequence[int]) -> None:
+        """The same where the model is given no tensor: from the first rows of one of its layers."""
+        if self.ids is None:
+            self.size = lead[0] if lead else 1
+        elif not self._fit([lead], 0):
+            self.size = len(self.ids)
+
+    def alone(self) -> None:
+        """What was taken for a batch is a single sample: a layer saw it without a dimension."""
+        if self.ids is None:
+            self.size = 1
+
+    def _fit(self, given: Sequence[Sequence[int]], usual: int) -> bool:
+        """Finds a shape that has as many samples as there are ids, and where."""
+        assert self.ids is not None
+        count = len(self.ids)
+        for shape in given:
+            if count in shape[:2]:
+                both = len(shape) > 1 and shape[0] == shape[1]
+                self.size, self.axis = count, usual if both else int(shape[0] != count)
+                return True
+        return False
+
+    def _is_one(self, shape: Sequence[int]) -> bool:
+        """Whether one id is meant for one sample that has no dimension of its own."""
+        assert self.ids is not None
+        if len(self.ids) == 1 and len(shape) == 1:
+            self.size = 1
+        return self.size == 1
 
     def places(self) -> set[int]:
         """How many positions a sample has been seen to have: tokens, pixels, or both at once."""

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import RecordingError
 from dualform.ledger import Declaration, Stream
-from dualform.ledger.samples import SampleId, check_ids
+from dualform.ledger.samples import SampleId, check_ids, listed
 from dualform.memory.blocks import matrix_shape
 from dualform.record.layers import (
     Finder,
@@ -25,18 +24,22 @@ from dualform.record.layers import (
     Site,
     Watching,
     arrangement,
-    first_tensor,
+    is_scripted,
+    is_single,
     kinds,
     matrix_use,
     packing_order,
     shared_labels,
     stream_name,
+    tensors_in,
     usual_axis,
     when_errors_come,
 )
+from dualform.record.passes import Batches, Here, Reached
 from dualform.record.tape import Batch, Page, Pool, Tape
 
 NOTHING = nullcontext()
+STRAY = "its rows could not be told apart by sample: it saw {} of them in a batch of {} samples"
 
 
 class Port:
@@ -142,47 +145,36 @@ class Watch:
         """How much has been written since `take`."""
         self.dropped: set[str] = set()
         """Books that need no rows any more."""
-        self._batches = self._calls = 0
-        self._batch: Batch | None = None
-        self._named = False
-        self._find, self._usual = Finder(parameters), usual_axis(model)
+        self.strays: dict[str, str] = {}
+        """Books whose rows belong to no sample in particular, and what was seen of them."""
+        self.overdue: set[int] = set()
+        """The batches without ids, though others have some, that left rows in this step."""
+        self._batches, self._reached = Batches(usual_axis(model), step), Reached(parameters)
+        self._calls = 0
+        self._find = Finder(parameters)
         self._mode = Watching(self._find, kinds(), self._take)
-        self._depth = 0
+        self._here = Here()
         self._root, self._handles = model, list[RemovableHandle]()
         self._owners: dict[nn.Module, list[RemovableHandle]] = {}
         self._alone: set[nn.Module] = set()
         self._owner_calls = 0
         self._hook(model)
 
-    # Sample by sample
+    # Step by step
 
     def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
         """Names the samples of the next forward pass."""
-        ids = ids.clone() if isinstance(ids, Tensor) else list(ids)
+        ids = ids.clone() if isinstance(ids, Tensor) else listed(ids)
         check_ids(ids)
-        self._named = True
-        self._new_batch(ids)
+        self._batches.name(ids)
 
     def end_step(self) -> None:
         """The optimizer has stepped; what comes belongs to the next step."""
         self.step += 1
-        if not self._named:
-            self._batch = None
+        self.overdue.clear()
+        self._batches.end_step()
         if self._owners:
             self._settle_owners()
-
-    def _new_batch(self, ids: Tensor | Sequence[SampleId] | None) -> Batch:
-        self._batches += 1
-        self._batch = Batch(self._batches, ids, self.step)
-        return self._batch
-
-    def _named_batch(self) -> Batch:
-        if self._batch is None or self._batch.step != self.step:
-            raise RecordingError(
-                "recorder.samples(ids) named the samples of earlier steps, but not of this one; "
-                "call it before every forward pass that trains, and validate under torch.no_grad()."
-            )
-        return self._batch
 
     # Pages
 
@@ -215,11 +207,18 @@ class Watch:
             handle.remove()
 
     def _hook(self, model: nn.Module) -> None:
-        self._around_root = _around(model, self._enter_root, self._leave)
+        self._around_root = () if is_scripted(model) else self._around(model, self._enter_root)
         for module in model.modules():
-            if module is not model and any(True for _ in module.parameters(recurse=False)):
-                self._owners[module] = list(_around(module, self._enter_owner, self._leave))
+            own = any(True for _ in module.parameters(recurse=False))
+            if module is not model and own and not is_scripted(module):
+                self._owners[module] = list(self._around(module, self._enter_owner))
         self._handles += [*shared_labels(model, self._find), *packing_order(model, self._find)]
+
+    def _around(self, module: nn.Module, enter: Callable[..., None]) -> Sequence[RemovableHandle]:
+        return (
+            module.register_forward_pre_hook(Hook(enter), with_kwargs=True, prepend=True),
+            module.register_forward_hook(Hook(self._leave), always_call=True),
+        )
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter()
@@ -227,28 +226,24 @@ class Watch:
 
     def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            batch = self._named_batch() if self._named else self._new_batch(None)
-            given = first_tensor((args, kwargs))
-            if given is not None:
-                batch.begin(given.shape, self._usual)
-                batch.shapes.append(given.shape)
+            self._batches.begin([tensor.shape for tensor in tensors_in((args, kwargs))])
 
     def _enter_owner(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._depth == 0:
+        if self._here.depth == 0:
             self._alone.add(module)  # called by itself, not from within the model
         self._owner_calls += torch.is_grad_enabled()
         self._enter()
 
     def _enter(self) -> None:
-        self._depth += 1
-        if self._depth == 1:
+        self._here.depth += 1
+        if self._here.depth == 1:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
-        if self._depth == 0:
+        if self._here.depth == 0:
             return  # the call was broken off before it was entered
-        self._depth -= 1
-        if self._depth == 0:
+        self._here.depth -= 1
+        if self._here.depth == 0:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._find.recent.clear()
 
@@ -284,15 +279,19 @@ class Watch:
     def _take(self, use: Seen) -> None:
         outputs = use.outputs
         if any(out.grad_fn is not None for out in outputs):
-            batch = self._named_batch() if self._named else self._batch or self._new_batch(None)
-            batch.shapes.append(outputs[0].shape)
-            when_errors_come(use, self._backward(use, batch))
+            batch = self._batches.of_call()
+            if batch is not None:
+                if len(batch.shapes) == 1 and is_single(use):
+                    batch.alone()
+                batch.shapes.append(outputs[0].shape)
+                when_errors_come(use, self._backward(use, batch))
 
     def _backward(self, use: Seen, batch: Batch) -> Callable[[Sequence[Tensor | None]], None]:
         self._calls += 1
         order = self._calls
 
         def backward(errors: Sequence[Tensor | None]) -> None:
+            self._batches.arrive(batch)
             with torch.no_grad() if torch.is_grad_enabled() else NOTHING:  # create_graph=True
                 for rows in use.rows(errors):
                     self._write(rows, batch, order)
@@ -304,14 +303,20 @@ class Watch:
         keys, values = rows.keys, rows.values
         if port is None or values is None or self.dropped.issuperset(port.terms):
             return
-        if not batch.size:
-            batch.begin(keys.shape[: keys.ndim - rows.site.key_dims], 0)
+        if not self._reached(port.terms):
+            return
+        if batch.size < 0:
+            batch.begin_inside(keys.shape[: keys.ndim - rows.site.key_dims])
+        if batch.size == 0:
+            return
         shape = (keys.shape, batch.size, batch.axis)
         if port.arranged[0] != shape:
             port.arranged = (shape, self._arranged(rows, batch))
         axis = port.arranged[1]
         if axis is None:
-            return  # rows of no sample in particular: the probe will tell
+            return  # the probe will tell
+        if batch.overdue:
+            self.overdue.add(batch.number)
         if keys.dtype != values.dtype and keys.is_floating_point():
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
         self.bytes += port.tape.write(self.step, batch, keys, values, axis)
@@ -322,13 +327,8 @@ class Watch:
         lead = rows.keys.shape[: rows.keys.ndim - site.key_dims]
         places = lead[0] // batch.size if lead else 1
         folded = site.key_dims > 0 and (site.axis == 1 or places in batch.places())
-        return arrangement(lead, batch.size, site.axis, folded, batch.axis)
-
-
-def _around(
-    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
-) -> tuple[RemovableHandle, RemovableHandle]:
-    return (
-        module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
-        module.register_forward_hook(Hook(after), always_call=True),
-    )
+        axis = arrangement(lead, batch.size, site.axis, folded, batch.axis)
+        if axis is None:
+            seen = "×".join(map(str, lead)) or "1"
+            self.strays |= dict.fromkeys(site.terms, STRAY.format(seen, batch.size))
+        return axis

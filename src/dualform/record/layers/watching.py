@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from dualform.ledger.format import ROOT
-from dualform.record.layers.use import Finder, Function, LayerKind, Seen
+from dualform.record.layers.use import Finder, Function, LayerKind, Seen, Use
 
 
 class Hook(partial[None]):
@@ -80,21 +80,39 @@ def when_errors_come(use: Seen, action: Callable[[Sequence[Tensor | None]], None
         torch.autograd.graph.register_multi_grad_hook(outputs, action)
 
 
+def is_single(use: Seen) -> bool:
+    """Whether a matrix, or a convolution, is used on a single sample without a dimension for it."""
+    if not isinstance(use, Use) or use.output is None:
+        return False
+    first = next(iter(use.site.terms.values()))
+    return first.form == "outer" and use.output.ndim == use.site.value_dims
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript runs the module, whose calls cannot be seen.
+
+    >>> is_scripted(nn.Linear(2, 2))
+    False
+    """
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def shared_labels(model: nn.Module, find: Finder) -> list[RemovableHandle]:
     """Hooks that note under which of its names a shared parameter is being used."""
+    owners = dict(model.named_modules(remove_duplicate=False))
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return [
-        _note(model, find, shared[0], name)
+        _note(owner, find, shared[0], name)
         for shared in names.values()
         if len(shared) > 1
         for name in shared
+        if not is_scripted(owner := owners[name.rpartition(".")[0]])
     ]
 
 
-def _note(model: nn.Module, find: Finder, book: str, name: str) -> RemovableHandle:
-    owner = model.get_submodule(name.rpartition(".")[0])
+def _note(owner: nn.Module, find: Finder, book: str, name: str) -> RemovableHandle:
 
     def note(module: nn.Module, args: Any) -> None:
         find.labels[book] = name
@@ -131,14 +149,22 @@ def first_tensor(given: Any) -> Tensor | None:
     >>> first_tensor(({"x": torch.zeros(4, 3)}, 5)).shape
     torch.Size([4, 3])
     """
+    return next(tensors_in(given), None)
+
+
+def tensors_in(given: Any) -> Iterator[Tensor]:
+    """All tensors with a dimension in nested arguments, in order.
+
+    >>> import torch
+    >>> [len(tensor) for tensor in tensors_in((torch.zeros(4), [5, {"y": torch.zeros(2)}]))]
+    [4, 2]
+    """
     if isinstance(given, Tensor):
-        return given if given.ndim else None
-    if isinstance(given, PackedSequence) or not isinstance(given, tuple | list | dict | Mapping):
-        return None
-    for part in given if isinstance(given, tuple | list) else given.values():
-        if (found := first_tensor(part)) is not None:
-            return found
-    return None
+        if given.ndim:
+            yield given
+    elif isinstance(given, tuple | list | dict | Mapping) and not isinstance(given, PackedSequence):
+        for part in given if isinstance(given, tuple | list) else given.values():
+            yield from tensors_in(part)
 
 
 def arrangement(

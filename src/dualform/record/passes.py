@@ -1,0 +1,128 @@
+"""Forward and backward passes: whose samples a call belongs to, and what a pass comes to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from dualform.ledger.samples import SampleId
+from dualform.record.tape import Batch
+
+_current_backward = torch._C._current_graph_task_id
+"""The number of the backward pass that is running; -1 where none is."""
+
+
+class Batches:
+    """The batch that each call belongs to: one for every forward pass of the whole model."""
+
+    def __init__(self, usual: int, step: int) -> None:
+        self._usual, self._step = usual, step
+        self._count = 0
+        self._batch: Batch | None = None
+        self._named = False
+        self._pending: list[Batch] = []
+        """Those begun since the last backward pass."""
+        self._arrivals: dict[int, Batch | None] = {}
+        """For each backward pass of this step, the one whose errors came last."""
+
+    def name(self, ids: Tensor | Sequence[SampleId]) -> None:
+        """The samples of the forward passes to come in this step."""
+        self._named = True
+        self._pending.append(self._new(ids))
+
+    def end_step(self) -> None:
+        """The optimizer has stepped."""
+        self._step += 1
+        self._pending, self._arrivals = [], {}
+        if not self._named:
+            self._batch = None
+
+    def begin(self, given: Sequence[Sequence[int]]) -> None:
+        """A forward pass of the whole model begins, given tensors of these shapes."""
+        task = _current_backward()
+        if task >= 0 and self._named:
+            return  # made again, by checkpointing
+        batch = self._next()
+        if task >= 0:
+            self._arrivals[task] = batch
+        if given:
+            batch.begin(given, self._usual)
+
+    def of_call(self) -> Batch | None:
+        """The batch that a call now belongs to; None where that cannot be known.
+
+        In a backward pass checkpointing makes calls again: those of the batch whose errors came
+        last, or of the only one there is.
+        """
+        task = _current_backward()
+        if task < 0:
+            return self._current()
+        if task not in self._arrivals:
+            pending, self._pending = self._pending, []
+            self._arrivals[task] = pending[0] if len(pending) == 1 else None
+        return self._arrivals[task]
+
+    def arrive(self, batch: Batch) -> None:
+        """Errors of a batch have come, in the backward pass that is running."""
+        self._pending = []
+        self._arrivals[_current_backward()] = batch
+
+    def _next(self) -> Batch:
+        batch = self._current()
+        if self._named:
+            return batch if batch.size < 0 else self._new(batch.ids, batch.overdue)
+        if batch.shapes:
+            batch = self._new(None)
+        self._pending.append(batch)
+        return batch
+
+    def _current(self) -> Batch:
+        """Ids are for their own step only."""
+        batch = self._batch
+        if batch is None or (self._named and batch.step != self._step):
+            return self._new(None, overdue=self._named)
+        return batch
+
+    def _new(self, ids: Tensor | Sequence[SampleId] | None, overdue: bool = False) -> Batch:
+        self._count += 1
+        self._batch = Batch(self._count, ids, self._step, overdue=overdue)
+        return self._batch
+
+
+class Here(threading.local):
+    """How deep in calls of the model a thread is: another may be evaluating it meanwhile."""
+
+    depth = 0
+
+
+class Reached:
+    """Whether a backward pass will add to a parameter's gradient, or only passes by.
+
+    The gradient of an input (`torch.autograd.grad(loss, x)`, an attack, a saliency map) passes by.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._nodes: dict[str, Node] = {}
+
+    def __call__(self, books: Iterable[str]) -> bool:
+        """Whether it adds to any of these."""
+        for book in books:
+            node = self._nodes.get(book) or self._find(book)
+            try:
+                if node is not None and torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # torch.autograd.grad(loss, parameters): the loop may use it
+                return True
+        return False
+
+    def _find(self, book: str) -> Node | None:
+        """What adds to the parameter's gradient; it is there while the parameter is trained."""
+        if not self._parameters[book].requires_grad:
+            return None
+        self._nodes[book] = get_gradient_edge(self._parameters[book]).node
+        return self._nodes[book]
