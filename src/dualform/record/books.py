@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix, matrix_shape
+from dualform.record.glance import Glances
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
 from dualform.record.plan import Plan, reason_of, refusals
 from dualform.record.probe import Look
@@ -30,20 +31,26 @@ class Books:
         self._model, self._plan, self._rule, self._optimizer = model, plan, rule, optimizer
         self._parameters = list(plan.parameters.values())
         self._names = list(plan.parameters)
+        self.glances = Glances(plan.parameters)
         self._columns = {name: at for at, name in enumerate(self._names)}
         self._terms: dict[str, Term] = {}
         """The books that rows are known of, each with one of its terms."""
-        self._by_step = {book.name for book in plan.books if book.reason}
+        self._reasons = {book.name: book.reason for book in plan.books if book.reason}
+        """Why books are kept by step from the start."""
+        self._by_step: set[str] = set()
+        self._always: set[str] = set()
+        """Of these, the books that change without the optimizer: every step is looked at."""
         self.unverified: set[str] = set()
         """Books whose rows have not been held against a gradient yet."""
         self._after: dict[str, Tensor] = {}
         self._span_start: dict[str, Tensor] = {}
+        self._span_glance = self.glances.take()
         self._vectors: dict[str, Tensor | None] = {}
         self._last_names: tuple[str, ...] = ()
         self._turn = 0
         self._looks: dict[str, Look] = {}
-        self.span()
         self._regroup()
+        self.span()
 
     @property
     def vouched(self) -> list[str]:
@@ -64,18 +71,28 @@ class Books:
         self._turn += 1
         self._looks = {name: self._look(name) for name in self._looks}
 
-    def keep_by_step(self, names: set[str]) -> None:
-        """Keeps these books by step from now on."""
+    def keep_by_step(self, names: set[str], always: bool = False) -> None:
+        """Keeps these books by step from now on, and what the parcel under way did to them.
+
+        `always`: whether they have a gradient or not.
+        """
         self._by_step |= names
+        self._always |= names if always else set()
         self.unverified -= names
+        for name in names & self._span_start.keys():
+            self._after.setdefault(name, self._span_start[name])
         self._arrange()
 
     def span(self) -> Span:
-        """The parameters kept by row, as they were at the last call and as they are now."""
-        before = self._span_start
-        by_row = {name for name in self._names if name not in self._by_step}
-        now = {n: self._plan.parameters[n].detach().clone() for n in by_row.union(before)}
-        self._span_start = {name: now[name] for name in by_row}
+        """The parameters that are not kept by step, as they were at the last call and are now."""
+        before, glance = self._span_start, self.glances.take()
+        moved = self.glances.differing([self._span_glance], [glance])
+        self._span_glance = glance
+        still = {name for name in before if name not in moved and not self._is_trained(name)}
+        names = {name for name in self._names if name not in self._by_step}
+        now = {name: before[name] for name in still}
+        now |= {n: self._plan.parameters[n].detach().clone() for n in names.union(before) - still}
+        self._span_start = {name: now[name] for name in names}
         return before, now
 
     def hold(self) -> None:
@@ -83,8 +100,27 @@ class Books:
         if len(self._optimizer.param_groups) != self._group_count:
             self._regroup()
         for name in self._by_step:
-            if name not in self._after and self._groups[self._columns[name]] >= 0:
+            if name not in self._after and self._is_booked(name):
                 self._after[name] = self._plan.parameters[name].detach().clone()
+
+    def late_changes(self) -> dict[str, Tensor]:
+        """What has happened since the last step to the books that are kept by step."""
+        now = {name: self._plan.parameters[name].detach().clone() for name in self._after}
+        found = {name: now[name] - before for name, before in self._after.items()}
+        self._after = now
+        return {name: change for name, change in found.items() if bool(change.any())}
+
+    def observed(self, states: Sequence[int], name: str) -> list[int]:
+        """The states of a step, with one book as observed."""
+        at = self._columns[name]
+        return [*states[:at], OBSERVED, *states[at + 1 :]]
+
+    def _is_trained(self, name: str) -> bool:
+        """Whether the optimizer may change it."""
+        return self._groups[self._columns[name]] >= 0 and self._plan.parameters[name].requires_grad
+
+    def _is_booked(self, name: str) -> bool:
+        return name in self._always or self._groups[self._columns[name]] >= 0
 
     def observe(self, number: int) -> Step:
         """What the optimizer is about to do, before it does it."""
@@ -114,15 +150,18 @@ class Books:
         So are those of a group that was added, or given options, that the rule does not describe.
         """
         refused = refusals(self._optimizer, self._rule)
-        lost = {
+        undecided = {
             name: refused.get(id(p)) or reason_of(self._model, name)
-            for name, p in [*self._undecided, *self._refused(refused)]
+            for name, p in self._undecided
             if p.grad is not None
         }
+        by_row = [(name, p) for name, p in self._refused(refused) if p.grad is not None]
+        lost = undecided | {name: refused[id(p)] for name, p in by_row}
         if not lost:
             return []
+        for name, p in by_row:  # what rows did so far stays
+            self._after[name] = p.detach().clone()
         self.keep_by_step(set(lost))
-        self.hold()
         named = [name for name in self._names if name in lost]
         return [{"step": number, "book": name, "reason": lost[name]} for name in named]
 
@@ -205,12 +244,10 @@ class Books:
         """Sorts the books by how they are kept now."""
         by_row = set(self.vouched)
         self._states = [
-            UNTOUCHED
-            if group < 0
-            else OBSERVED
-            if name in self._by_step
+            OBSERVED
+            if name in self._by_step and self._is_booked(name)
             else BY_ROW
-            if name in by_row
+            if name in by_row and group >= 0
             else UNTOUCHED
             for name, group in zip(self._names, self._groups, strict=True)
         ]
@@ -221,7 +258,9 @@ class Books:
             for at, (name, p, state) in kept
             if state == UNTOUCHED and self._groups[at] >= 0
         ]
-        self._observed = [(at, p) for at, (_, p, state) in kept if state == OBSERVED]
+        self._observed = [
+            (at, p) for at, (n, p, state) in kept if state == OBSERVED and n not in self._always
+        ]
         self._looks = {
             name: self._looks.get(name) or self._look(name) for name, _, _ in self._probed
         }
@@ -232,4 +271,5 @@ class Books:
         index = {id(p): at for at, group in enumerate(groups) for p in group["params"]}
         self._groups = [index.get(id(parameter), -1) for parameter in self._parameters]
         self._group_count = len(groups)
+        self._by_step |= {n for n in self._reasons if self._groups[self._columns[n]] >= 0}
         self._arrange()

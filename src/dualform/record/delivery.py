@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dualform.errors import NonFiniteError
 from dualform.ledger import Background, LedgerWriter
+from dualform.record.glance import Glance
 from dualform.record.lane import Lane
 from dualform.record.settle import Pages, Settler, Span, Step, to_host
 from dualform.record.tape import Pool
@@ -33,6 +34,8 @@ class Parcel:
     flush: bool
     weights: dict[str, Tensor] | None
     mark: str
+    now: Glance
+    """The parameters, after whatever came after the last step."""
     ready: torch.cuda.Event | None = None
     """On a GPU, reached when all of it is computed."""
 
@@ -79,7 +82,8 @@ class Delivery:
         if error is not None:
             self._writer.flush()
             raise error
-        if weights and parcel.step:
+        own = not self._settler.moved_on(parcel.now, parcel.span)
+        if weights and parcel.step and own:
             self._writer.weights(parcel.step, weights, parcel.mark)
 
     def _settle(self, parcel: Parcel) -> NonFiniteError | None:

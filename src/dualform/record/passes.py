@@ -26,31 +26,29 @@ class Batches:
         self._named = False
         self._pending: list[Batch] = []
         """Those begun since the last backward pass."""
-        self._arrivals: dict[int, Batch | None] = {}
-        """For each backward pass of this step, the one whose errors came last."""
+        self._arrived: Batch | None = None
+        """The one whose errors came last, in a backward pass after the last forward pass."""
 
     def name(self, ids: Tensor | Sequence[SampleId]) -> None:
         """The samples of the forward passes to come in this step."""
-        self._named = True
+        self._named, self._arrived = True, None
         self._pending.append(self._new(ids))
 
     def end_step(self) -> None:
         """The optimizer has stepped."""
         self._step += 1
-        self._pending, self._arrivals = [], {}
+        self._pending, self._arrived = [], None
         if not self._named:
             self._batch = None
 
-    def begin(self, given: Sequence[Sequence[int]]) -> None:
-        """A forward pass of the whole model begins, given tensors of these shapes."""
-        task = _current_backward()
-        if task >= 0 and self._named:
-            return  # made again, by checkpointing
+    def begin(self, given: Iterable[Tensor]) -> None:
+        """A forward pass of the whole model begins, given these tensors."""
+        again = _current_backward() >= 0  # by checkpointing
+        if again and self._named:
+            return
         batch = self._next()
-        if task >= 0:
-            self._arrivals[task] = batch
-        if given:
-            batch.begin(given, self._usual)
+        self._arrived = batch if again else None
+        batch.begin((tensor.shape for tensor in given), self._usual)
 
     def of_call(self) -> Batch | None:
         """The batch that a call now belongs to; None where that cannot be known.
@@ -58,18 +56,16 @@ class Batches:
         In a backward pass checkpointing makes calls again: those of the batch whose errors came
         last, or of the only one there is.
         """
-        task = _current_backward()
-        if task < 0:
+        if _current_backward() < 0:
             return self._current()
-        if task not in self._arrivals:
-            pending, self._pending = self._pending, []
-            self._arrivals[task] = pending[0] if len(pending) == 1 else None
-        return self._arrivals[task]
+        if self._arrived is None and len(self._pending) == 1:
+            self._arrived = self._pending[0]
+        return self._arrived
 
     def arrive(self, batch: Batch) -> None:
         """Errors of a batch have come, in the backward pass that is running."""
-        self._pending = []
-        self._arrivals[_current_backward()] = batch
+        self._arrived = batch
+        self._pending.clear()
 
     def _next(self) -> Batch:
         batch = self._current()

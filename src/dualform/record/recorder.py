@@ -97,7 +97,9 @@ class Recorder:
         self._watch = Watch(model, booked, self.step + 1, opened.streams)
         ports = self._watch.ports.all
         strays = self._watch.strays
-        self._settler = Settler(plan, ports, opened.samples, opened.numbered, strays)
+        self._settler = Settler(
+            plan, ports, opened.samples, opened.numbered, strays, self._books.glances
+        )
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
         self._parcel_bytes = self._delivery.parcel_bytes(self._buffer_bytes)
@@ -174,10 +176,19 @@ class Recorder:
 
     def _finish(self) -> None:
         try:
+            self._book_late_changes()
             broken_off = self._current is not None  # then the weights are no step's
             self._hand_over(flush=True, mark="" if broken_off else "final")
         finally:
             self._delivery.close()
+
+    def _book_late_changes(self) -> None:
+        """What the loop did after the last step to books kept by step belongs to that step."""
+        if self._steps:
+            last = self._steps[-1]
+            for book, change in self._books.late_changes().items():
+                last.changes[book] = last.changes.get(book, 0) + change
+                last.states = self._books.observed(last.states, book)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -187,7 +198,10 @@ class Recorder:
         self._delivery.raise_error()
         if self._settler.failed:
             self._keep_by_step(set(self._settler.failed))
+        if self._settler.outside:
+            self._keep_by_step(set(self._settler.outside), always=True)
         self._books.hold()
+        self._before = self._books.glances.retake(self.step + 1)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimizer
         if closure is None:
             self._observe()
@@ -256,16 +270,19 @@ class Recorder:
         self._books.unverified -= seen
         return {book: reason for book, reason in failed.items() if book in new}
 
-    def _keep_by_step(self, books: set[str]) -> None:
-        self._books.keep_by_step(books)
+    def _keep_by_step(self, books: set[str], always: bool = False) -> None:
+        self._books.keep_by_step(books, always)
         self._watch.dropped |= books
         self._settler.failed -= books
+        if always:
+            self._settler.outside -= books
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._current is None or _nested(optimizer):
             return
         step, self._current = self._current, None
         step.changes = self._books.changes(step.states)
+        step.before, step.after = self._before, self._books.glances.take()
         self.step = step.number
         self._watch.end_step()
         self._steps.append(step)
@@ -298,7 +315,8 @@ class Recorder:
         steps, self._steps, self._change_bytes = self._steps, [], 0
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
-        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark or "flush")
+        now = self._books.glances.take()
+        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark or "flush", now)
         self._delivery.take(parcel)
 
     def _kept(self) -> dict[str, Tensor]:

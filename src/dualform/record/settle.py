@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from dualform.errors import NonFiniteError
 from dualform.ledger import Block, Declaration, SampleTable
 from dualform.ledger.samples import encode_ids
+from dualform.record.glance import Glance, Glances
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.record.plan import Plan
 from dualform.record.probe import (
@@ -33,6 +34,7 @@ Span: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 """Parameters kept by row, before and after some steps."""
 NOISY = "some of its gradients are zero but for rounding, which the optimizer magnifies"
 UNEXPLAINED = "its gradient is not the sum of the rows that were seen"
+OUTSIDE = "something other than the optimizer changed it between steps, or what shares its rows"
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class Step:
     columns: tuple[tuple[str, ...], Tensor] | None = None
     """Of the parameters that are single columns: their names, and their probes end to end."""
     changes: dict[str, Tensor] = field(default_factory=dict)
+    before: Glance = ()
+    after: Glance = ()
 
     @property
     def nbytes(self) -> int:
@@ -75,14 +79,18 @@ class Settler:
         samples: SampleTable,
         numbered: int,
         strays: Mapping[str, str],
+        glances: Glances,
     ) -> None:
         self._plan, self._ports, self._strays = plan, ports, strays
+        self._glances, self._last = glances, glances.take()
         self._samples = samples
         self._numbered = numbered
         self._declared: set[str] = set()
         self._column = {book.name: index for index, book in enumerate(plan.books)}
         self.failed: set[str] = set()
         """Books newly found to have rows that do not explain their gradient."""
+        self.outside: set[str] = set()
+        """Books newly found to be changed by something other than the optimizer."""
         self._broken: set[str] = set()
         """All that ever were: what they still book by row is booked as a whole."""
 
@@ -96,6 +104,7 @@ class Settler:
         arrays: dict[str, list[Tensor]] = {}
         notes = [note for step in steps for note in step.notes]
         factors = torch.zeros(len(steps), len(self._plan.books), dtype=torch.float64)
+        notes += self._note_outside(steps, span)
         accounts = self.evidence(steps, pages)
         if accounts:
             evidence, found, agreed = settle_factors(accounts)
@@ -105,9 +114,11 @@ class Settler:
                 if self._broken.isdisjoint(books) or error is not None:
                     factors[:, [self._column[book] for book in books]] = found[:, at, None]
                 else:
-                    self._book_span(books, steps, span)
+                    self._broken |= set(books)
                     evidence[at] = replace(account, feeds=[])
             arrays.update(self._row_arrays(steps, evidence))
+        if error is None:
+            self._book_span(self._broken & span[0].keys(), steps, span)
         arrays.update(self._sample_arrays(pages, arrays))
         arrays.update(_step_arrays(steps, factors))
         return Block(
@@ -196,20 +207,44 @@ class Settler:
             ]
         return notes
 
-    def _book_span(self, books: Sequence[str], steps: Sequence[Step], span: Span) -> None:
-        """Books what these steps did to a failed account as one observed change, at the last."""
+    def _note_outside(self, steps: Sequence[Step], span: Span) -> list[dict[str, Any]]:
+        """Notes books that changed between steps, and those that share rows with them."""
+        ends = [self._last, *(step.after for step in steps)]
+        by_row = {book for step in steps for book in step.looks}
+        found = self._glances.differing(ends[:-1], [step.before for step in steps], by_row)
+        self._last = ends[-1]
+        changed = {
+            name: steps[at].number
+            for name, at in found.items()
+            if name in span[0] and steps[at].states[self._column[name]] != OBSERVED
+        }
+        for books, _ in self._accounts():
+            if numbers := [changed[name] for name in books if name in changed]:
+                changed |= dict.fromkeys(books & span[0].keys(), min(numbers))
+        new = changed.keys() - self._broken
+        self.outside |= new
+        self._broken |= new
+        return [{"step": changed[book], "book": book, "reason": OUTSIDE} for book in sorted(new)]
+
+    def _book_span(self, books: Iterable[str], steps: Sequence[Step], span: Span) -> None:
+        """Books what these steps did to failed books as one observed change, at the last."""
+        before, after = span
         for name in books:
             column = self._column[name]
-            by_row = [step for step in steps if step.states[column] == BY_ROW]
-            if not by_row:
+            unseen = [step for step in steps if step.states[column] != OBSERVED]
+            if not unseen:
                 continue
-            for step in by_row:
+            for step in unseen:
                 step.states = [*step.states[:column], UNTOUCHED, *step.states[column + 1 :]]
-            last = by_row[-1]
-            before, after = span
+            last = unseen[-1]
             later = [step.changes[name] for step in steps if name in step.changes]
             last.changes[name] = functools.reduce(torch.sub, later, after[name] - before[name])
             last.states = [*last.states[:column], OBSERVED, *last.states[column + 1 :]]
+
+    def moved_on(self, now: Glance, span: Span) -> bool:
+        """Whether books that no observed change accounts for are not as the last step left them."""
+        found = self._glances.differing([self._last], [now], span[0])
+        return not (found.keys() & span[0].keys() <= self._broken)
 
     def _finite(self, steps: Sequence[Step]) -> tuple[Sequence[Step], NonFiniteError | None]:
         error = None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -42,18 +43,21 @@ class Batch:
     overdue: bool = False
     """Whether it has no ids though it should have."""
 
-    def begin(self, given: Sequence[Sequence[int]], usual: int) -> None:
+    def begin(self, given: Iterator[Sequence[int]], usual: int) -> None:
         """Takes the size from the shapes of what the model is given, and holds the ids to it.
 
         `usual` is the dimension that counts samples where the shape alone does not say.
         """
-        self.shapes.append(given[0])
+        first = next(given, None)
+        if first is None:
+            return
+        self.shapes.append(first)
         if self.ids is None:
-            self.size = given[0][0]
-        elif not self._fit(given, usual) and not self._is_one(given[0]):
+            self.size = first[0]
+        elif not self._fit(chain([first], given), usual) and not self._is_one(first):
             raise SampleIdsError(
                 f"recorder.samples got {len(self.ids)} ids, but the model was given a batch of "
-                f"shape {tuple(given[0])}; give one id for each sample of the batch."
+                f"shape {tuple(first)}; give one id for each sample of the batch."
             )
 
     def begin_inside(self, lead: Sequence[int]) -> None:
@@ -68,7 +72,7 @@ class Batch:
         if self.ids is None:
             self.size = 1
 
-    def _fit(self, given: Sequence[Sequence[int]], usual: int) -> bool:
+    def _fit(self, given: Iterable[Sequence[int]], usual: int) -> bool:
         """Finds a shape that has as many samples as there are ids, and where."""
         assert self.ids is not None
         count = len(self.ids)

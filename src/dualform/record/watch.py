@@ -226,7 +226,7 @@ class Watch:
 
     def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            self._batches.begin([tensor.shape for tensor in tensors_in((args, kwargs))])
+            self._batches.begin(tensors_in((args, kwargs)))
 
     def _enter_owner(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._here.depth == 0:
