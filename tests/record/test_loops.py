@@ -195,6 +195,25 @@ def batches_that_are_empty(record: Watched) -> None:
             descend(F.mse_loss(model(x[kept]), y[kept], reduction="sum"), optimizer)
 
 
+class Parabola(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.tensor(x)) for x in (0.5, -0.3, 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a + self.b * x + self.c * x**2
+
+
+@loop()
+def numbers_for_samples(record: Watched) -> None:
+    model = Parabola()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with record(model, optimizer) as recorder:
+        for ids, x, y in batches():
+            recorder.samples(ids)
+            descend(F.mse_loss(model(x[:, 0]), y[:, 0]), optimizer)
+
+
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -435,6 +454,24 @@ def test_what_cannot_be_told_apart_is_nobody_s(tmp_path: Path) -> None:
     _, coverage = without_second_pass(Checkpointed(True, head=True), tmp_path / "run")
     assert coverage == 0.0
     assert dualform.open(tmp_path / "run").audit().remainder <= 1e-12
+
+
+@pytest.mark.parametrize("first", [0, 20])
+@pytest.mark.parametrize("make", [SGD, Adam])
+def test_weights_are_clipped_over_many_parcels(
+    make: Callable[..., Optimizer], first: int, tmp_path: Path
+) -> None:
+    model = Net()
+    optimizer = make(model.parameters(), lr=0.05)
+    with dualform.record(model, optimizer, tmp_path / "run", buffer_bytes=1500):
+        for number, (_, x, y) in enumerate(batches(40)):
+            descend(F.mse_loss(model(x), y), optimizer)
+            if number >= first:
+                for parameter in model.parameters():
+                    parameter.data.clamp_(-0.2, 0.2)
+    audit = dualform.open(tmp_path / "run").audit()
+    assert audit.remainder <= 1e-12
+    assert all(OUTSIDE in book.reason for book in audit.books)
 
 
 def test_weights_put_in_after_the_last_step_are_not_its_own(tmp_path: Path) -> None:

@@ -110,7 +110,12 @@ class Books:
         self._after = now
         return {name: change for name, change in found.items() if bool(change.any())}
 
-    def observed(self, states: Sequence[int], name: str) -> list[int]:
+    @property
+    def shared(self) -> bool:
+        """Whether something other than the optimizer changes some of them."""
+        return bool(self._always)
+
+    def as_observed(self, states: Sequence[int], name: str) -> list[int]:
         """The states of a step, with one book as observed."""
         at = self._columns[name]
         return [*states[:at], OBSERVED, *states[at + 1 :]]

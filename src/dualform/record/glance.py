@@ -16,8 +16,6 @@ from torch import Tensor
 ELEMENTS = 32
 """So many elements of a parameter are looked at: neighbors, which costs least."""
 
-WARY, SELDOM = 32, 7
-"""Until so many steps a glance is taken before each of them, then before every so manieth."""
 ROUNDINGS = 4.0
 """So many roundings of its largest element may be left of what was added and taken off again."""
 
@@ -38,34 +36,17 @@ class Glances:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
-        self._counted = [p for p in parameters.values() if not p.is_inference()]
         self._pointers: list[int] = []
-        self._versions: list[int] = []
         self._views: dict[torch.device, list[Tensor]] = {}
         self._places: dict[str, tuple[int, slice]] = {}
-        self._latest = self.take()
 
     def take(self) -> Glance:
         """The elements as they are now."""
-        self._versions = [parameter._version for parameter in self._counted]
         pointers = [parameter.data_ptr() for parameter in self._parameters.values()]
         if pointers != self._pointers:  # the first time, or after `parameter.data = …`
             self._pointers = pointers
             self._look()
-        self._latest = tuple([torch.cat(views) for views in self._views.values()])
-        return self._latest
-
-    def retake(self, number: int) -> Glance:
-        """The latest glance itself where no one has written since, at step `number`.
-
-        Writing through `parameter.data` goes unnoticed; so now and then it is taken in any case.
-        """
-        if number > WARY and number % SELDOM:
-            versions = [parameter._version for parameter in self._counted]
-            pointers = [parameter.data_ptr() for parameter in self._parameters.values()]
-            if versions == self._versions and pointers == self._pointers:
-                return self._latest
-        return self.take()
+        return tuple([torch.cat(views) for views in self._views.values()])
 
     def differing(
         self, earlier: Sequence[Glance], later: Sequence[Glance], roughly: Container[str] = ()
@@ -75,14 +56,7 @@ class Glances:
         Rounding does not count for those that are compared `roughly`: a loop may have added
         something and taken it off again.
         """
-        taken = [at for at, (a, b) in enumerate(zip(earlier, later, strict=True)) if a is not b]
-        columns = [
-            (
-                torch.stack([earlier[at][part] for at in taken]),
-                torch.stack([later[at][part] for at in taken]),
-            )
-            for part in range(len(earlier[0]) if taken else 0)
-        ]
+        columns = list(zip(_columns(earlier), _columns(later), strict=True))
         if all(torch.equal(a, b) for a, b in columns):
             return {}
         found = {}
@@ -91,7 +65,7 @@ class Glances:
             eps = torch.finfo(self._parameters[name].dtype).eps if name in roughly else 0.0
             unlike = _unlike(a, b, ROUNDINGS * eps)
             if unlike.any():
-                found[name] = taken[int(unlike.int().argmax())]
+                found[name] = int(unlike.int().argmax())
         return found
 
     def _look(self) -> None:
@@ -113,6 +87,11 @@ def _some(parameter: Tensor) -> Tensor:
         return parameter[(0,) * parameter.ndim].view(1)
     start = max(0, lying.numel() - ELEMENTS) // 2
     return lying.view(-1)[start : start + ELEMENTS]
+
+
+def _columns(glances: Sequence[Glance]) -> list[Tensor]:
+    """For each device (glances, elements)."""
+    return [torch.stack(parts) for parts in zip(*glances, strict=True)]
 
 
 def _unlike(a: Tensor, b: Tensor, tolerance: float) -> Tensor:

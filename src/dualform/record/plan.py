@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +70,26 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
             "wrapper that keeps one as its `.optimizer`."
         )
     return inner
+
+
+def uncompiled() -> ExitStack:
+    """Until closed, what torch.compile made runs as it was written, so that it can be seen."""
+    stack = ExitStack()
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    return stack
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether a step is running inside another: a subclass that calls `super().step()`."""
+    if type(optimizer).__mro__[1] is Optimizer:
+        return False
+    frame, running = inspect.currentframe(), 0
+    while frame is not None:
+        is_step = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_locals
+        running += is_step and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return running > 1
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +19,7 @@ from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
 from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
-from dualform.record.plan import Plan, make_plan, torch_optimizer
+from dualform.record.plan import Plan, is_nested, make_plan, torch_optimizer, uncompiled
 from dualform.record.probe import settle_factors
 from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step
 from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
@@ -108,10 +104,12 @@ class Recorder:
         self._joined: set[int] = set()
         """The books that have made a step by row."""
         self._current: Step | None = None
+        self._due: tuple[bool, str] | None = None
+        """How the steps so far are to be handed over: whether as a shard, and its mark."""
         self._change_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
         self._keep_by_step(set(opened.by_step))
-        self._eagerly = _uncompiled()
+        self._eagerly = uncompiled()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -165,6 +163,7 @@ class Recorder:
         from the marked step whose weights the model has.
         """
         self._require_recording()
+        self._book_late_changes()
         self._hand_over(flush=True, mark="checkpoint")
         self._delivery.wait()
 
@@ -188,20 +187,23 @@ class Recorder:
             last = self._steps[-1]
             for book, change in self._books.late_changes().items():
                 last.changes[book] = last.changes.get(book, 0) + change
-                last.states = self._books.observed(last.states, book)
+                last.states = self._books.as_observed(last.states, book)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if _nested(optimizer):
+        if is_nested(optimizer):
             return None
         self._delivery.raise_error()
+        if self._due:  # held back until what came after its last step is known
+            self._book_late_changes()
+            self._hand_over(*self._due)
         if self._settler.failed:
             self._keep_by_step(set(self._settler.failed))
         if self._settler.outside:
             self._keep_by_step(set(self._settler.outside), always=True)
         self._books.hold()
-        self._before = self._books.glances.retake(self.step + 1)
+        self._before = self._books.glances.take()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimizer
         if closure is None:
             self._observe()
@@ -278,7 +280,7 @@ class Recorder:
             self._settler.outside -= books
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._current is None or _nested(optimizer):
+        if self._current is None or is_nested(optimizer):
             return
         step, self._current = self._current, None
         step.changes = self._books.changes(step.states)
@@ -290,9 +292,11 @@ class Recorder:
         size = self._watch.bytes + self._change_bytes
         overdue = time.monotonic() - self._flushed > FLUSH_SECONDS
         if self._must_keep(step.states):
-            self._hand_over(flush=True, mark="state")
+            self._due = (True, "state")
         elif overdue or size >= self._parcel_bytes:
-            self._hand_over(flush=overdue or self._shard_bytes + size >= self._buffer_bytes)
+            self._due = (overdue or self._shard_bytes + size >= self._buffer_bytes, "")
+        if self._due and not self._books.shared:
+            self._hand_over(*self._due)
 
     def _must_keep(self, states: Sequence[int]) -> bool:
         """Whether the rule needs what the optimizer remembers after this step."""
@@ -312,7 +316,7 @@ class Recorder:
             weights, self._unwitnessed = self._kept(), 0
         if flush:
             self._shard_bytes, self._flushed = 0, time.monotonic()
-        steps, self._steps, self._change_bytes = self._steps, [], 0
+        steps, self._steps, self._change_bytes, self._due = self._steps, [], 0, None
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
         now = self._books.glances.take()
@@ -330,26 +334,6 @@ class Recorder:
         """What the weights take when they are kept, with what the optimizer remembers."""
         kept = 2 + len(self._rule.state) if isinstance(self._rule, StateRule) else 1
         return kept * sum(parameter.nbytes for parameter in self._model.parameters())
-
-
-def _uncompiled() -> ExitStack:
-    """Until closed, what torch.compile made runs as it was written, so that it can be seen."""
-    stack = ExitStack()
-    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-    return stack
-
-
-def _nested(optimizer: Optimizer) -> bool:
-    """Whether a step is running inside another: a subclass that calls `super().step()`."""
-    if type(optimizer).__mro__[1] is Optimizer:
-        return False
-    frame, running = inspect.currentframe(), 0
-    while frame is not None:
-        is_step = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_locals
-        running += is_step and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return running > 1
 
 
 def record(

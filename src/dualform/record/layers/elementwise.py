@@ -148,12 +148,13 @@ def _scale(
         )
     site = _site(find, found, "sum")
 
-    def value(error: Tensor) -> Tensor:  # a single number: one row a sample says it all
-        return (error * x()).flatten(1).sum(1, keepdim=True)
+    count = shape_of_out[0] if shape_of_out else 1
 
-    return (
-        None if site is None else Use(site, out, lambda: x().new_empty(shape_of_out[0], 0), value)
-    )
+    def value(error: Tensor) -> Tensor:  # a single number: one row a sample says it all
+        shares = error * x()
+        return shares.flatten(1).sum(1, keepdim=True) if shares.ndim > 1 else shares.view(count, 1)
+
+    return None if site is None else Use(site, out, lambda: x().new_empty(count, 0), value)
 
 
 def _site(find: Finder, found: Found, form: str) -> Site | None:
