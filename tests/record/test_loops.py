@@ -490,11 +490,18 @@ def test_weights_put_in_after_the_last_step_are_not_its_own(tmp_path: Path) -> N
         assert torch.allclose(weight, last[name], rtol=0, atol=1e-14)
 
 
-def test_models_that_are_not_there_yet(tmp_path: Path) -> None:
+def test_models_that_no_run_can_hold(tmp_path: Path) -> None:
     lazy = nn.LazyLinear(3)
     with torch.device("meta"):
         empty = nn.Linear(2, 3)
-    for model, message in ((lazy, "'weight' has no shape yet"), (empty, "'weight' has no values")):
+    turning = nn.Linear(2, 3)
+    turning.register_buffer("turn", torch.ones(1, dtype=torch.complex64))
+    for model, message in (
+        (lazy, "'weight' has no shape yet"),
+        (empty, "'weight' has no values"),
+        (nn.Linear(2, 3, dtype=torch.complex64), "complex64, and runs hold real numbers; keep"),
+        (turning, "'turn' has dtype complex64, .* register it with persistent=False"),
+    ):
         optimizer = SGD(model.parameters(), lr=0.1)
         with pytest.raises(RecordingError, match=message):
             dualform.record(model, optimizer, tmp_path / "run").__enter__()

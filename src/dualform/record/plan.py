@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -33,6 +33,7 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
     refuse_wrapped(model)
     parameters = dict(model.named_parameters())
     refuse_unready(parameters)
+    refuse_complex(model, parameters)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not known.intersection(map(id, parameters.values())):
         raise RecordingError(
@@ -122,6 +123,19 @@ def refuse_unready(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"'{name}' has no values: it is on the meta device. Use model.to_empty(device=…) "
                 "and initialize or load the model before recording."
             )
+
+
+def refuse_complex(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses numbers that a run cannot hold."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor) or not tensor.is_complex():
+            continue
+        cure = "register it with persistent=False"
+        if name in parameters:
+            cure = "keep torch.view_as_real of it, and use torch.view_as_complex in forward"
+        raise RecordingError(
+            f"'{name}' has dtype {dtype_name(tensor.dtype)}, and runs hold real numbers; {cure}."
+        )
 
 
 def reason_of(model: nn.Module, name: str) -> str:
