@@ -24,9 +24,9 @@ from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
 from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
 from dualform.record.plan import Plan, make_plan, torch_optimizer
-from dualform.record.probe import settle_factors
-from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step
+from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step, probes_of
 from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
+from dualform.record.tally import settle_factors
 from dualform.record.watch import Watch
 
 FLUSH_SECONDS = 30.0
@@ -225,18 +225,17 @@ class Recorder:
 
     def _verify(self, step: Step) -> dict[str, str]:
         """Holds books that are new against their gradients; returns those that fail, and why."""
-        shown = [*step.probes.values(), *([step.columns[1]] if step.columns else [])]
-        if not all(bool(probe.isfinite().all()) for probe in shown):
+        if step.probe is None or not bool(step.probe[1].isfinite().all()):
             return {}
-        found = settle_factors(self._settler.evidence([step], self._watch.peek()))
-        evidence, factors, agreed = found
+        accounts = self._settler.evidence([step], self._watch.peek(), probes_of([step]))
+        evidence, factors, agreed = settle_factors(accounts)
         failed: dict[str, str] = {}
         for at, account in enumerate(evidence):
             if isinstance(self._rule, StateRule):
                 failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
             if not agreed[0, at]:
                 failed |= dict.fromkeys(account.looks, UNEXPLAINED)
-        seen = {*step.probes, *(step.columns[0] if step.columns else ())}
+        seen = set(step.probe[0])
         new = seen & self._books.unverified
         self._books.unverified -= seen
         return {book: reason for book, reason in failed.items() if book in new}
