@@ -105,7 +105,7 @@ class Recorder:
         self._joined: set[int] = set()
         """The books that have made a step by row."""
         self._current: Step | None = None
-        self._change_bytes = self._shard_bytes = self._unwitnessed = 0
+        self._step_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
         self._keep_by_step(set(opened.by_step))
         self._eagerly = _uncompiled()
@@ -253,8 +253,8 @@ class Recorder:
         self.step = step.number
         self._watch.end_step()
         self._steps.append(step)
-        self._change_bytes += step.nbytes
-        size = self._watch.bytes + self._change_bytes
+        self._step_bytes += step.nbytes
+        size = self._watch.bytes + self._step_bytes
         overdue = time.monotonic() - self._flushed > FLUSH_SECONDS
         if self._must_keep(step.states):
             self._hand_over(flush=True, mark="state")
@@ -271,7 +271,7 @@ class Recorder:
 
     def _hand_over(self, flush: bool, mark: str = "") -> None:
         """Gives the steps so far to the writer's thread, with the weights where they are due."""
-        size = self._watch.bytes + self._change_bytes
+        size = self._watch.bytes + self._step_bytes
         self._shard_bytes += size
         self._unwitnessed += size
         weights = None
@@ -279,7 +279,7 @@ class Recorder:
             weights, self._unwitnessed = self._kept(), 0
         if flush:
             self._shard_bytes, self._flushed = 0, time.monotonic()
-        steps, self._steps, self._change_bytes = self._steps, [], 0
+        steps, self._steps, self._step_bytes = self._steps, [], 0
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
         parcel = Parcel(steps, pages, span, self.step, flush, weights, mark or "flush")

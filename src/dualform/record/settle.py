@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -51,8 +51,9 @@ class Step:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the observed changes."""
-        return sum([change.nbytes for change in self.changes.values()])
+        """Bytes of the observed changes, and of what was kept of gradients."""
+        kept = 0 if self.probe is None else self.probe[1].nbytes
+        return kept + sum([change.nbytes for change in self.changes.values()])
 
 
 class Settler:
@@ -258,7 +259,7 @@ def _finite(
 ) -> tuple[Sequence[Step], NonFiniteError | None]:
     """The steps up to the first whose gradient, or observed change, is not finite."""
     error = None
-    for book, (numbers, finite) in _signals(steps, probes).items():
+    for book, numbers, finite in _signals(steps, probes):
         if not finite.all():
             bad = numbers[int(torch.nonzero(~finite)[0])]
             if error is None or bad < error.step:
@@ -268,15 +269,15 @@ def _finite(
 
 def _signals(
     steps: Sequence[Step], probes: Mapping[str, Tensor]
-) -> dict[str, tuple[list[int], Tensor]]:
-    """For each book, some steps' numbers, and whether it is finite there."""
+) -> Iterator[tuple[str, list[int], Tensor]]:
+    """Whether each book is finite at some steps: its probes, and its observed changes."""
     numbers = [step.number for step in steps]
-    found = {book: (numbers, probe.isfinite().all(1)) for book, probe in probes.items()}
+    for book, probe in probes.items():
+        yield book, numbers, probe.isfinite().all(1)
     for book in dict.fromkeys(name for step in steps for name in step.changes):
-        at = [step for step in steps if book in step.changes]
-        sums = on_host([torch.stack([step.changes[book].sum() for step in at])])[0]
-        found[book] = ([step.number for step in at], sums.isfinite())
-    return found
+        changed = [step for step in steps if book in step.changes]
+        sums = torch.stack([step.changes[book].sum() for step in changed])
+        yield book, [step.number for step in changed], sums.isfinite()
 
 
 def _one_dtype(parts: list[Tensor]) -> list[Tensor]:
