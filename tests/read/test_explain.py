@@ -241,7 +241,7 @@ def columns_of(matrix: Contributions) -> dict[str, tuple[np.ndarray, int]]:
         name, term = columns.book.name, columns.term
         shape = matrix_shape(columns.book.shape, term.view, term.groups)
         into = dense.setdefault(name, torch.zeros(matrix.groups, *shape))
-        columns.region.of(into)[:] = columns.values.view(matrix.groups, *columns.region.shape)
+        columns.region.of(into)[:] = columns.dense()
         pieces[name] = pieces.get(name, 0) + 1
         terms[name] = (columns.book.shape, term.view, term.groups)
     found = {n: torch.stack([from_matrix(m, *terms[n]) for m in d]) for n, d in dense.items()}
