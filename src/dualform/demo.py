@@ -123,11 +123,12 @@ def _shown(run: Run, model: nn.Module, test: Digits, chosen: Tensor) -> Demo:
     """Writes the test digits, and the report about the chosen ones."""
     titles = [f"test digit {number}" for number in range(len(test))]
     labels = test.y.tolist()
-    queries = run.path.with_suffix(".npz")
+    queries = run.path.with_name(f"{run.path.name}.npz")
     np.savez(queries, x=test.x.numpy(), labels=test.y.numpy(), titles=np.array(titles))
     shown = [Query(title, label) for title, label in zip(titles, labels, strict=True)]
     exhibit = Exhibit(run, model, test.x, shown)
-    report = write_report(exhibit, run.path.with_suffix(".html"), list(map(str, chosen.tolist())))
+    page = run.path.with_name(f"{run.path.name}.html")
+    report = write_report(exhibit, page, list(map(str, chosen.tolist())))
     return Demo(exhibit, report, queries)
 
 

@@ -162,9 +162,9 @@ def describe_samples(
     folder = path / SAMPLES_FOLDER
     taken = [int(entry.stem) for entry in folder.iterdir() if entry.stem.isdecimal()]
     page = folder / f"{max(taken, default=0) + 1:04d}.json"
-    description: dict[str, Any] = {"ids": _plain(ids), "labels": _plain(labels), "kind": ""}
+    description: dict[str, Any] = {"ids": plain_list(ids), "labels": plain_list(labels), "kind": ""}
     if columns:
-        description["columns"] = {name: _plain(values) for name, values in columns.items()}
+        description["columns"] = {name: plain_list(values) for name, values in columns.items()}
     if isinstance(previews, Tensor):
         description["kind"], array = _shrink(previews)
         write_tensors(page.with_suffix(".safetensors"), {"previews": [array]})
@@ -192,7 +192,12 @@ def plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _plain(values: Sequence[Any] | Tensor | None) -> list[Any]:
+def plain_list(values: Sequence[Any] | Tensor | None) -> list[Any]:
+    """Numbers of numpy or torch in a list, as Python's own.
+
+    >>> plain_list(torch.arange(2)), plain_list(None)
+    ([0, 1], [])
+    """
     if values is None:
         return []
     return [plain(v) for v in (values.tolist() if hasattr(values, "tolist") else values)]
