@@ -86,3 +86,18 @@ def test_a_run_says_when_no_sample_came_twice(tmp_path: Path) -> None:
             optimizer.step()
     assert "12, each seen once" in repr(dualform.open(tmp_path / "run"))
     assert "each seen once" not in repr(tiny_run()[0])
+
+
+def test_scores_are_arrays_and_rankings_lists() -> None:
+    run, model, x = tiny_run()
+    scores = run.spotlight(model, x[:2])["2"].samples()
+    np.testing.assert_array_equal(np.asarray(scores), scores.values)
+    assert np.asarray(scores, np.float32).dtype == np.float32
+    assert [row.id for row in scores.top(2)] == scores.top(2).ids
+    assert scores.top(2)[-1].query == scores.queries[1]
+
+
+def test_long_labels_of_a_plot_are_shortened() -> None:
+    labels = {0: "a label that goes on and on", 1: "cat"}
+    axes = Scores([0, 1], np.ones((2, 1)), ["q"], None, labels).plot()
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["a label that go…", "cat"]

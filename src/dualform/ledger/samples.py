@@ -165,11 +165,12 @@ def describe_samples(
     description: dict[str, Any] = {"ids": plain_list(ids), "labels": plain_list(labels), "kind": ""}
     if columns:
         description["columns"] = {name: plain_list(values) for name, values in columns.items()}
-    if isinstance(previews, Tensor):
-        description["kind"], array = _shrink(previews)
+    drawn = _drawn(previews)
+    if isinstance(drawn, Tensor):
+        description["kind"], array = _shrink(drawn)
         write_tensors(page.with_suffix(".safetensors"), {"previews": [array]})
-    elif previews is not None:
-        description.update(kind="text", texts=[str(text) for text in previews])
+    elif drawn is not None:
+        description.update(kind="text", texts=drawn)
     write_durably(page, json.dumps(description))
 
 
@@ -201,6 +202,22 @@ def plain_list(values: Sequence[Any] | Tensor | None) -> list[Any]:
     if values is None:
         return []
     return [plain(v) for v in (values.tolist() if hasattr(values, "tolist") else values)]
+
+
+def _drawn(previews: Sequence[Any] | Tensor | None) -> list[str] | Tensor | None:
+    """Texts as a list; images or numbers as one tensor."""
+    if previews is None or isinstance(previews, Tensor):
+        return previews
+    if all(isinstance(text, str) for text in previews):
+        return list(previews)
+    try:
+        return torch.stack([torch.as_tensor(one) for one in previews])
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(previews[0]).__name__
+        raise SampleIdsError(
+            f"recorder.describe got previews of type {kind}; give texts, or images or numbers of "
+            "one shape, as one tensor or array."
+        ) from error
 
 
 def _shrink(previews: Tensor) -> tuple[str, Tensor]:

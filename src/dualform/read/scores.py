@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -105,13 +105,16 @@ class Scores(Amounts):
     def plot(self, query: int = 0, axes: Any = None) -> Any:
         """Amounts sorted by value within each label (without labels: all together)."""
         axes = matplotlib_axes(axes)
-        offset = 0
+        offset, middles = 0, dict[str, float]()
         for label in sorted({self.labels.get(i, "") for i in self.ids}, key=str):
             chosen = [at for at, i in enumerate(self.ids) if self.labels.get(i, "") == label]
             heights = np.sort(self.values[chosen, query])[::-1]
             axes.fill_between(np.arange(offset, offset + len(heights)), heights, step="mid")
-            axes.annotate(str(label), (offset + len(heights) / 2, 0), ha="center", va="bottom")
+            middles[str(label)] = offset + len(heights) / 2
             offset += len(heights)
+        names = [name if len(name) <= 16 else f"{name[:15]}…" for name in middles]
+        slanted = max(map(len, names), default=0) > 3
+        axes.set_xticks(list(middles.values()), names, rotation=45 if slanted else 0)
         axes.set_xlabel("samples, sorted within each label")
         axes.set_ylabel(f"{self.title} to {self.queries[query]}")
         return axes
@@ -205,6 +208,12 @@ class Ranking(Shown):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __iter__(self) -> Iterator[Ranked]:
+        return iter(self.rows)
+
+    def __getitem__(self, at: int) -> Ranked:
+        return self.rows[at]
 
     def to_pandas(self) -> Any:
         """A data frame with one row a line of the ranking."""

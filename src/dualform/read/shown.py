@@ -72,6 +72,9 @@ class Amounts(Shown):
         """(lines, queries) as numpy."""
         return self.values
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.values, dtype) if copy else np.asarray(self.values, dtype)
+
     def tensor(self) -> Tensor:
         """(lines, queries) as a torch tensor."""
         return torch.from_numpy(self.values)
