@@ -18,6 +18,7 @@ from tests.explore.conftest import digit_images, record
 from tests.explore.visits import Visit, eventually, serving, visiting
 from torch import nn
 
+import dualform
 from dualform.explore import Exhibit, Explorer, Query, write_report
 from dualform.explore.page import asset
 from dualform.read.progress import LateProgress
@@ -398,3 +399,17 @@ def test_in_a_notebook_it_asks_the_kernel(browser: Browser, digits: Exhibit) -> 
         eventually(lambda: visit.page.evaluate("model.values.selection"), [first])
         assert f"tick={first}" in visit.page.evaluate("model.values.state")
         assert visit.page.url == "about:blank"
+
+
+def test_a_run_without_steps_says_so(browser: Browser, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+        empty = Explorer(Exhibit(dualform.open(tmp_path / "run")))
+    with serving([empty]) as address, visiting(browser, address) as visit:
+        visit.go("/query")
+        expect(visit.page.locator("main")).to_contain_text("No step of this run is committed yet.")
+        assert visit.at("only-wrong").count() == 0
+        visit.go("/suspects")
+        expect(visit.at("error")).to_contain_text("no step of this run is committed yet")
+        assert visit.at("csv").count() == 0
+        visit.complaints.clear()  # the browser's own, of the status of the answer

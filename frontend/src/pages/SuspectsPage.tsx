@@ -30,8 +30,9 @@ export function SuspectsPage() {
       </p>
       {pages.failed && <Failed message={pages.failed} />}
       <p class="links" role="status">
-        {pages.total === null ? "Reading the list…" : `${plural(pages.total, "sample")}. `}
-        <Save />
+        {pages.total !== null && `${plural(pages.total, "sample")}. `}
+        {pages.total === null && !pages.failed && "Reading the list…"}
+        {!pages.failed && <Save />}
         {twin && (
           <a
             class="twin"

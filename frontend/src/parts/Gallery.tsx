@@ -32,7 +32,7 @@ export function Gallery() {
             data-testid="search"
           />
         </label>
-        {pages.item(0)?.right !== null && (
+        {run.queries > 0 && pages.item(0)?.right !== null && (
           <label class="switch">
             <input
               type="checkbox"
