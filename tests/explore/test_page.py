@@ -413,3 +413,15 @@ def test_a_run_without_steps_says_so(browser: Browser, tmp_path: Path) -> None:
         expect(visit.at("error")).to_contain_text("no step of this run is committed yet")
         assert visit.at("csv").count() == 0
         visit.complaints.clear()  # the browser's own, of the status of the answer
+
+
+def test_samples_without_previews_are_named(browser: Browser, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(12, 4), nn.Linear(4, 3)
+    run = record(model, x, torch.arange(12) % 3, tmp_path / "run", labels=torch.arange(12) % 3)
+    page = write_report(Exhibit(run, model, x[:1]), tmp_path / "report.html")
+    with visiting(browser, page.as_uri(), offline=True) as visit:
+        visit.go("/query")
+        best = run.spotlight(model, x[:1]).last.top(1).ids[0]
+        expect(visit.at(f"card-{best}")).to_contain_text(f"Sample {best}")
+        expect(visit.at("query-0")).to_contain_text("query 0")

@@ -236,7 +236,7 @@ class Ranking(Shown):
     def note(self) -> str:
         """What stands below the table: of how many queries it shows the first."""
         count = len(set(self._queries))
-        return f"{SHOWN} of {count:,} queries shown; rows has all" if count > SHOWN else ""
+        return f"{SHOWN} of {count:,} queries shown" if count > SHOWN else ""
 
     @property
     def _queries(self) -> list[str]:
