@@ -235,6 +235,11 @@ def test_a_demo_whose_name_has_a_point(tmp_path: Path) -> None:
     assert (tmp_path / "lr0.05.npz").is_file()
 
 
+def test_a_demo_in_a_small_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert "…" not in dualform("demo", "--epochs", "1", cwd=tmp_path).stdout.partition("steps;")[2]
+
+
 def test_explain(demo: Path, asked: tuple[str, ...]) -> None:
     facts = json.loads(dualform("explain", *asked, "--target", "3", "--json", cwd=demo).stdout)
     assert facts["queries"] == ["0: output 3", "1: output 3"]

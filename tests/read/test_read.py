@@ -299,6 +299,14 @@ def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
             lambda run, reading: run.spotlight(nn.Linear(2, 2).state_dict(), torch.zeros(1, 2)),
             "the model is of type OrderedDict; give the trained torch.nn.Module",
         ),
+        (
+            lambda run, reading: run.spotlight(nn.Sequential(), torch.zeros(1, 2)),
+            "its '0.weight' does not exist",
+        ),
+        (
+            lambda run, reading: run.revisit([0])[2],
+            r"layer 2 is not in this run; it recorded '0', '2'",
+        ),
         (lambda run, reading: reading.top(0), "k=0: ask for at least one sample"),
         (lambda run, reading: reading.by([0, 1]), r"by\(list\): give 'label', a mapping"),
         (lambda run, reading: run.forget(3), r"got the id 3; give a list of ids: \[3\]"),

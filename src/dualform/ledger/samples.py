@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -102,6 +102,8 @@ class Samples:
     >>> samples = Samples(run.path)
     >>> samples.labels[1], samples.preview(0), samples.columns["voice"][1]
     ('dog', Preview(kind='text', data='meow'), 'low')
+    >>> samples
+    Samples(label=2, voice=2, previews=2)
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,6 +113,10 @@ class Samples:
         self._previews: dict[SampleId, tuple[str, Any]] = {}
         for page in sorted(self._folder.glob("*.json")):
             self._read(page)
+
+    def __repr__(self) -> str:
+        known: dict[str, Sized] = {**self.columns, "previews": self._previews}
+        return f"Samples({', '.join(f'{name}={len(found)}' for name, found in known.items())})"
 
     @property
     def labels(self) -> dict[SampleId, Label]:

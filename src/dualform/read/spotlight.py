@@ -279,4 +279,4 @@ def nothing_by_row(ledger: Ledger) -> str:
 def unknown_layer(layer: str, known: Sequence[str]) -> UnknownLayerError:
     """Says which layers there are."""
     names = ", ".join(f"'{name}'" for name in known) or "no layer by row"
-    return UnknownLayerError(f"layer '{layer}' is not in this run; it recorded {names}.")
+    return UnknownLayerError(f"layer {layer!r} is not in this run; it recorded {names}.")
