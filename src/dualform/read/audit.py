@@ -140,7 +140,7 @@ class Audit(Shown):
     def _note(self) -> str:
         if not self.step:
             return "no step is committed up to here: there is nothing to add up"
-        covered = math.floor(1000 * self.coverage) / 10  # 100 only where it is all
+        covered = math.floor(1000 * self.coverage + 1e-6) / 10  # 100 only where it is all
         return (
             f"largest remainder {self.remainder:.1e} · {covered:g}% of trained parameters by row "
             f"· {self.bytes / 1e6:,.1f} MB{self._verdict}"

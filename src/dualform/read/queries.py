@@ -120,9 +120,9 @@ def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     (((1, 2), {}), ((), {'x': 1}), ((1,), {}))
     """
     if isinstance(x, np.ndarray):
+        as_tensor = "torch.as_tensor(x)" + (".float()" if x.dtype.kind == "f" else "")
         raise ReadingError(
-            f"x is an array of numpy, {x.dtype} of shape {x.shape}; give a tensor: "
-            "torch.as_tensor(x, dtype=torch.float32)."
+            f"x is an array of numpy, {x.dtype} of shape {x.shape}; give a tensor: {as_tensor}."
         )
     if isinstance(x, Mapping):
         return (), dict(x)
