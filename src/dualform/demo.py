@@ -114,8 +114,9 @@ def run_demo(folder: Path, console: Console, epochs: int = EPOCHS, count: int = 
     console.print(f"{run.steps} steps; {right:.1%} of {len(test)} test digits are right.\n")
     console.print(run.audit(), "")
     reading = run.spotlight(model, test.x[chosen])["2"]
+    aside = 3 if console.width >= 76 else 2
     for at in range(min(3, len(chosen))):
-        console.print(_picture(run, reading, at, test, int(chosen[at])), "")
+        console.print(_picture(run, reading, at, test, int(chosen[at]), aside), "")
     return _shown(run, model, test, chosen)
 
 
@@ -123,25 +124,27 @@ def _shown(run: Run, model: nn.Module, test: Digits, chosen: Tensor) -> Demo:
     """Writes the test digits, and the report about the chosen ones."""
     titles = [f"test digit {number}" for number in range(len(test))]
     labels = test.y.tolist()
-    queries = run.path.with_suffix(".npz")
+    queries = run.path.with_name(f"{run.path.name}.npz")
     np.savez(queries, x=test.x.numpy(), labels=test.y.numpy(), titles=np.array(titles))
     shown = [Query(title, label) for title, label in zip(titles, labels, strict=True)]
     exhibit = Exhibit(run, model, test.x, shown)
-    report = write_report(exhibit, run.path.with_suffix(".html"), list(map(str, chosen.tolist())))
+    page = run.path.with_name(f"{run.path.name}.html")
+    report = write_report(exhibit, page, list(map(str, chosen.tolist())))
     return Demo(exhibit, report, queries)
 
 
-def _picture(run: Run, reading: Reading, at: int, test: Digits, number: int) -> Table:
-    """One query in the terminal: the digit, and the training digits for and against."""
+def _picture(run: Run, reading: Reading, at: int, test: Digits, number: int, aside: int) -> Table:
+    """One query in the terminal: the digit, and so many training digits for and against."""
     unit, total = int(reading.directions[at].argmax()), float(reading.total[at])
     table = Table.grid(padding=(0, 2))
-    table.add_row("", *(Text(word, style="bold") for word in ("for", "", "", "against")))
+    words = ("for", *[""] * (aside - 1), "against")
+    table.add_row("", *(Text(word, style="bold") for word in words))
     cells = [
         _cell(test.x[number].reshape(8, 8), f"a {int(test.y[number])}", f"→ {unit}: {total:.2f}")
     ]
     values = reading.samples().values[:, at]
     order = values.argsort()
-    for sample in [*order[::-1][:3], *order[:3]]:
+    for sample in [*order[::-1][:aside], *order[:aside]]:
         name = run.ids[sample]
         preview = run.samples.preview(name)
         assert preview is not None
