@@ -28,7 +28,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "the report is runs/digits.html" in result.stdout
     opens = "--model dualform.demo:make_model --input runs/digits.npz"
     assert f"Explore it with: dualform view runs/digits {opens}" in result.stdout
-    assert "against" in result.stdout
+    assert "In words: the network takes this" in result.stdout
     return folder
 
 

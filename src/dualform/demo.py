@@ -117,6 +117,8 @@ def run_demo(folder: Path, console: Console, epochs: int = EPOCHS, count: int = 
     aside = 3 if console.width >= 76 else 2
     for at in range(min(3, len(chosen))):
         console.print(_picture(run, reading, at, test, int(chosen[at]), aside), "")
+        if at == 0:
+            console.print(_aloud(run, reading, int(test.y[chosen[0]])), highlight=False)
     return _shown(run, model, test, chosen)
 
 
@@ -155,6 +157,22 @@ def _picture(run: Run, reading: Reading, at: int, test: Digits, number: int, asi
         )
     table.add_row(*cells)
     return table
+
+
+def _aloud(run: Run, reading: Reading, label: int) -> str:
+    """The first picture in words, for those who see such amounts for the first time."""
+    unit, total = int(reading.directions[0].argmax()), float(reading.total[0])
+    values = reading.samples().values[:, 0]
+    labels = np.array([run.samples.labels[name] for name in run.ids])
+    sums = {int(kind): float(values[labels == kind].sum()) for kind in np.unique(labels)}
+    most, least = max(sums, key=sums.__getitem__), min(sums, key=sums.__getitem__)
+    return (
+        f"In words: the network takes this {label} for {unit}, whose output, {total:.2f}, is the "
+        f"highest. Of that, {signed(float(values.sum()))} is what {len(values):,} training digits "
+        f"add up to, and {signed(float(reading.initial[0]))} was there before training. Digits "
+        f"labeled {most} speak for it most ({signed(sums[most])} together), those labeled {least} "
+        f"against it ({signed(sums[least])}).\n"
+    )
 
 
 def _cell(pixels: Tensor, *captions: str) -> Text:
