@@ -30,6 +30,7 @@ from dualform.read.natural import Natural
 from dualform.read.path import trapezoid
 from dualform.read.ridge import Lines, check_memory
 from dualform.read.scores import Scores
+from dualform.read.spotlight import nothing_by_row
 from dualform.read.targets import Asked, Parameters, Target
 from dualform.read.visits import Visits
 
@@ -113,9 +114,7 @@ class Influencer:
             )
         asked, source = Asked(model, x, target), self._source
         if not source.ids:
-            raise UnknownSampleError(
-                "this run knows no samples: no layer of it was booked by row; audit() says why."
-            )
+            raise UnknownSampleError(f"this run knows no samples: {nothing_by_row(source.ledger)}.")
         if method in ("ridge", "fisher"):
             self._check(rank)
         lines = self._lines.setdefault((method, rank), Lines(rank))

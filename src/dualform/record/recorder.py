@@ -50,6 +50,8 @@ class Recorder:
     ...     recorder.checkpoint()
     >>> recorder.step
     1
+    >>> recorder
+    Recorder('.../run', not recording, step 1)
     """
 
     def __init__(
@@ -70,6 +72,10 @@ class Recorder:
         self._dataset, self._resume, self._overwrite = dataset, resume, overwrite
         self._buffer_bytes = buffer_bytes
         self._handles: list[RemovableHandle] = []
+
+    def __repr__(self) -> str:
+        state = "recording" if self._handles else "not recording"
+        return f"Recorder({str(self.path)!r}, {state}, step {self.step})"
 
     def __enter__(self) -> Recorder:
         model, optimizer = self._model, self._optimizer
