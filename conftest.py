@@ -16,6 +16,11 @@ settings.register_profile("same", derandomize=True)  # a commit passes or fails,
 settings.load_profile("same")
 
 
+def pytest_sessionstart() -> None:
+    """Imports the package as users do, or doctests of `dualform.record` would see the module."""
+    import dualform  # noqa: F401
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fixtures draw the same numbers, whichever tests came before."""

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+EXPLAIN = ("explain", "runs/digits", "--model", "dualform.demo:make_model", "--input")
+
 
 def dualform(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from dualform.cli import main; main()", *arguments]
+    command = [sys.executable, "-m", "dualform", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 
@@ -26,7 +28,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "the report is runs/digits.html" in result.stdout
     opens = "--model dualform.demo:make_model --input runs/digits.npz"
     assert f"Explore it with: dualform view runs/digits {opens}" in result.stdout
-    assert "against" in result.stdout
+    assert "In words: the network takes this" in result.stdout
     return folder
 
 
@@ -174,9 +176,30 @@ def test_evaluate_suspects(demo: Path) -> None:
         ),
         (("evaluate", "lds", "no.npy", "no.npz"), "dualform: [Errno 2] No such file or directory"),
         (("evaluate", "suspects", "nothing"), "dualform: 'nothing' is not a dualform run"),
+        (
+            ("top", "runs/digits", "--model", "dualform.demo:load_digits", "--input", "x.npy"),
+            "dualform: --model dualform.demo:load_digits returned a tuple; expected a torch.nn.Mod",
+        ),
+        (
+            ("explain", "runs/digits", "--model", "mine:wider", "--input", "x.npy"),
+            "dualform: --model mine:wider is not the recorded model: size mismatch for 0.weight",
+        ),
+        (
+            (*EXPLAIN, "unnamed.npz"),
+            "dualform: --input unnamed.npz: it holds 'inputs'; expected an array as .npy, or",
+        ),
+        (
+            (*EXPLAIN, "narrow.npy"),
+            "dualform: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x50 and 64x128) "
+            "(`dualform --debug …` shows where)",
+        ),
     ],
 )
 def test_errors_are_one_line(demo: Path, arguments: tuple[str, ...], message: str) -> None:
+    wider = "from torch.nn import Linear, Sequential\nwider = lambda: Sequential(Linear(64, 129))\n"
+    (demo / "mine.py").write_text(wider)
+    np.savez(demo / "unnamed.npz", inputs=np.zeros((2, 64)))
+    np.save(demo / "narrow.npy", np.zeros((2, 50)))
     result = dualform(*arguments, cwd=demo)
     assert result.returncode == 1
     assert result.stderr.startswith(message)
@@ -188,7 +211,33 @@ def test_errors_are_one_line(demo: Path, arguments: tuple[str, ...], message: st
 def asked(demo: Path) -> tuple[str, ...]:
     """Two digits, for the demo's model."""
     np.save(demo / "two.npy", np.linspace(0, 1, 128, dtype=np.float32).reshape(2, 64))
-    return ("runs/digits", "dualform.demo:make_model", "--input", "two.npy")
+    return (*EXPLAIN[1:], "two.npy")
+
+
+def test_double_numbers_are_taken_in_the_model_s_precision(demo: Path) -> None:
+    """numpy writes them unless it is told otherwise."""
+    x = np.linspace(0, 1, 64, dtype=np.float32)[None]
+    np.save(demo / "single.npy", x)
+    np.save(demo / "double.npy", x.astype(float))
+    kinds = [dualform(*EXPLAIN, f"{kind}.npy", cwd=demo) for kind in ("single", "double")]
+    assert kinds[1].returncode == 0
+    assert kinds[0].stdout == kinds[1].stdout
+
+
+def test_every_verb_is_summed_up_in_one_line(demo: Path) -> None:
+    for group in ((), ("evaluate",), ("study",)):
+        assert "..." not in dualform(*group, "--help", cwd=demo).stdout.partition("Commands:")[2]
+
+
+def test_a_demo_whose_name_has_a_point(tmp_path: Path) -> None:
+    facts = dualform("demo", "--epochs", "1", "--out", "lr0.05", "--json", cwd=tmp_path).stdout
+    assert json.loads(facts)["report"] == "lr0.05.html"
+    assert (tmp_path / "lr0.05.npz").is_file()
+
+
+def test_a_demo_in_a_small_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert "…" not in dualform("demo", "--epochs", "1", cwd=tmp_path).stdout.partition("steps;")[2]
 
 
 def test_explain(demo: Path, asked: tuple[str, ...]) -> None:

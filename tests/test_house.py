@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "studies": EVERYTHING,
     "demo": EVERYTHING,
     "cli": EVERYTHING,
+    "__main__": {"cli"},
     "": EVERYTHING,
 }
 """What each part may import, besides itself and `errors`; ARCHITECTURE.md says why."""

@@ -31,6 +31,12 @@ export function sampleName(id: Id, label: Id | null): string {
   return label === null ? `sample ${id}` : `sample ${id}, labeled ${label}`
 }
 
+/** A long id without its middle: of a path, the end tells files apart. */
+export function brief(id: Id, most = 24): string {
+  const text = String(id)
+  return text.length > most ? `${text.slice(0, most / 3)}…${text.slice(1 - (2 * most) / 3)}` : text
+}
+
 export function plural(number: number, one: string, many = `${one}s`): string {
   return `${count(number)} ${number === 1 ? one : many}`
 }

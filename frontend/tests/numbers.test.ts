@@ -3,6 +3,7 @@ import { test } from "node:test"
 import { suspectsCsv } from "../src/csv.ts"
 import { raw } from "../src/image.ts"
 import { bytes, count, Scale, tiny } from "../src/numbers.ts"
+import { brief } from "../src/words.ts"
 
 test("numbers of one place are alike, and signs are written", () => {
   const scale = new Scale([7.4131, -0.25])
@@ -43,4 +44,10 @@ test("pixels become the channels of a run", () => {
   const pixels = Uint8ClampedArray.from([255, 0, 0, 255, 255, 255, 255, 0])
   assert.deepEqual([...raw(pixels, 1)], [76, 0])
   assert.deepEqual([...raw(pixels, 3)], [255, 0, 0, 0, 0, 0])
+})
+
+test("a long id keeps its ends", () => {
+  assert.equal(brief(123456), "123456")
+  assert.equal(brief("a".repeat(24)), "a".repeat(24))
+  assert.equal(brief("/data/shard-00019/image-000019129.jpeg"), "/data/sh…-000019129.jpeg")
 })

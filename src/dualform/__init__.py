@@ -2,6 +2,9 @@
 
 __version__ = "0.1.0"
 
+from dualform import attention as attention
+from dualform import evaluate as evaluate
+from dualform import families as families
 from dualform.errors import DualformError
 from dualform.explore import view
 from dualform.memory import Memory

@@ -114,8 +114,11 @@ def run_demo(folder: Path, console: Console, epochs: int = EPOCHS, count: int = 
     console.print(f"{run.steps} steps; {right:.1%} of {len(test)} test digits are right.\n")
     console.print(run.audit(), "")
     reading = run.spotlight(model, test.x[chosen])["2"]
+    aside = 3 if console.width >= 76 else 2
     for at in range(min(3, len(chosen))):
-        console.print(_picture(run, reading, at, test, int(chosen[at])), "")
+        console.print(_picture(run, reading, at, test, int(chosen[at]), aside), "")
+        if at == 0:
+            console.print(_aloud(run, reading, int(test.y[chosen[0]])), highlight=False)
     return _shown(run, model, test, chosen)
 
 
@@ -123,25 +126,27 @@ def _shown(run: Run, model: nn.Module, test: Digits, chosen: Tensor) -> Demo:
     """Writes the test digits, and the report about the chosen ones."""
     titles = [f"test digit {number}" for number in range(len(test))]
     labels = test.y.tolist()
-    queries = run.path.with_suffix(".npz")
+    queries = run.path.with_name(f"{run.path.name}.npz")
     np.savez(queries, x=test.x.numpy(), labels=test.y.numpy(), titles=np.array(titles))
     shown = [Query(title, label) for title, label in zip(titles, labels, strict=True)]
     exhibit = Exhibit(run, model, test.x, shown)
-    report = write_report(exhibit, run.path.with_suffix(".html"), list(map(str, chosen.tolist())))
+    page = run.path.with_name(f"{run.path.name}.html")
+    report = write_report(exhibit, page, list(map(str, chosen.tolist())))
     return Demo(exhibit, report, queries)
 
 
-def _picture(run: Run, reading: Reading, at: int, test: Digits, number: int) -> Table:
-    """One query in the terminal: the digit, and the training digits for and against."""
+def _picture(run: Run, reading: Reading, at: int, test: Digits, number: int, aside: int) -> Table:
+    """One query in the terminal: the digit, and so many training digits for and against."""
     unit, total = int(reading.directions[at].argmax()), float(reading.total[at])
     table = Table.grid(padding=(0, 2))
-    table.add_row("", *(Text(word, style="bold") for word in ("for", "", "", "against")))
+    words = ("for", *[""] * (aside - 1), "against")
+    table.add_row("", *(Text(word, style="bold") for word in words))
     cells = [
         _cell(test.x[number].reshape(8, 8), f"a {int(test.y[number])}", f"→ {unit}: {total:.2f}")
     ]
     values = reading.samples().values[:, at]
     order = values.argsort()
-    for sample in [*order[::-1][:3], *order[:3]]:
+    for sample in [*order[::-1][:aside], *order[:aside]]:
         name = run.ids[sample]
         preview = run.samples.preview(name)
         assert preview is not None
@@ -152,6 +157,22 @@ def _picture(run: Run, reading: Reading, at: int, test: Digits, number: int) -> 
         )
     table.add_row(*cells)
     return table
+
+
+def _aloud(run: Run, reading: Reading, label: int) -> str:
+    """The first picture in words, for those who see such amounts for the first time."""
+    unit, total = int(reading.directions[0].argmax()), float(reading.total[0])
+    values = reading.samples().values[:, 0]
+    labels = np.array([run.samples.labels[name] for name in run.ids])
+    sums = {int(kind): float(values[labels == kind].sum()) for kind in np.unique(labels)}
+    most, least = max(sums, key=sums.__getitem__), min(sums, key=sums.__getitem__)
+    return (
+        f"In words: the network takes this {label} for {unit}, whose output, {total:.2f}, is the "
+        f"highest. Of that, {signed(float(values.sum()))} is what {len(values):,} training digits "
+        f"add up to, and {signed(float(reading.initial[0]))} was there before training. Digits "
+        f"labeled {most} speak for it most ({signed(sums[most])} together), those labeled {least} "
+        f"against it ({signed(sums[least])}).\n"
+    )
 
 
 def _cell(pixels: Tensor, *captions: str) -> Text:

@@ -14,10 +14,11 @@ import pytest
 import torch
 from PIL import Image
 from playwright.sync_api import Browser, expect
-from tests.explore.conftest import record
+from tests.explore.conftest import digit_images, record
 from tests.explore.visits import Visit, eventually, serving, visiting
 from torch import nn
 
+import dualform
 from dualform.explore import Exhibit, Explorer, Query, write_report
 from dualform.explore.page import asset
 from dualform.read.progress import LateProgress
@@ -176,6 +177,14 @@ def test_two_runs_side_by_side(visit: Visit, digits: Exhibit, patches: Exhibit) 
     expect(visit.at("all")).to_contain_text(f"{full['total']} samples")
 
 
+def test_comparing_begins_with_the_other_run(visit: Visit) -> None:
+    visit.go("/query")
+    visit.at("page-compare").click()
+    runs = [visit.at(f"pane-{pane}").get_by_test_id("choose-run") for pane in ("asked", "other")]
+    expect(runs[0]).to_have_value("0")
+    expect(runs[1]).to_have_value("1")
+
+
 def test_without_a_model_training_samples_are_looked_at(browser: Browser, digits: Exhibit) -> None:
     explorer = Explorer(Exhibit(digits.run))
     with serving([explorer]) as address, visiting(browser, address) as visit:
@@ -280,6 +289,47 @@ def test_it_fits(browser: Browser, address: str, width: int) -> None:
             assert not visit.too_wide(), page
 
 
+def test_a_report_begins_at_the_frame_of_what_is_asked(
+    browser: Browser, digits: Exhibit, tmp_path: Path
+) -> None:
+    """Its queries have the numbers they had among all, which are no places in the report."""
+    chosen = [str(number) for number in (39, *range(9))]
+    page = write_report(digits, tmp_path / "report.html", chosen)
+    small = {"width": 360, "height": 800}
+    with visiting(browser, page.as_uri(), offline=True, viewport=small) as visit:
+        visit.go("/query")
+        expect(visit.at("query-39")).to_be_in_viewport()
+        visit.settle("/query?query=8")
+        expect(visit.at("query-8")).to_be_in_viewport()
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
+    """Many layers, long labels, little learned."""
+    torch.manual_seed(0)
+    x, y = digit_images()
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(14)]
+    model = nn.Sequential(*layers, nn.Linear(64, 10))
+    labels = [f"a digit, which is a {int(digit)}" for digit in y[:40]]
+    path = tmp_path_factory.mktemp("deep") / "run"
+    run = record(model, x[:40].flatten(1), y[:40], path, labels=labels, previews=x[:40])
+    return Exhibit(run, model, x[40:42].flatten(1), [Query("first"), Query("second")])
+
+
+def test_long_lists_and_labels_have_their_place(
+    browser: Browser, deep: Exhibit, tmp_path: Path
+) -> None:
+    page = write_report(deep, tmp_path / "report.html")
+    with visiting(browser, page.as_uri(), offline=True) as visit:
+        visit.go("/query")
+        visit.at("layers").scroll_into_view_if_needed()
+        expect(visit.at("layer-14")).to_be_in_viewport()
+        ends = "const end = (one) => one.getBoundingClientRect().right"
+        inside = "end(card.querySelector('.amount')) <= end(card) + 0.5"
+        read = f"all => {{ {ends}; return all.map((card) => {inside}) }}"
+        assert set(visit.page.locator(".card").evaluate_all(read)) == {True}
+
+
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
     """A run whose labels and titles a stranger wrote."""
@@ -349,3 +399,29 @@ def test_in_a_notebook_it_asks_the_kernel(browser: Browser, digits: Exhibit) -> 
         eventually(lambda: visit.page.evaluate("model.values.selection"), [first])
         assert f"tick={first}" in visit.page.evaluate("model.values.state")
         assert visit.page.url == "about:blank"
+
+
+def test_a_run_without_steps_says_so(browser: Browser, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+        empty = Explorer(Exhibit(dualform.open(tmp_path / "run")))
+    with serving([empty]) as address, visiting(browser, address) as visit:
+        visit.go("/query")
+        expect(visit.page.locator("main")).to_contain_text("No step of this run is committed yet.")
+        assert visit.at("only-wrong").count() == 0
+        visit.go("/suspects")
+        expect(visit.at("error")).to_contain_text("no step of this run is committed yet")
+        assert visit.at("csv").count() == 0
+        visit.complaints.clear()  # the browser's own, of the status of the answer
+
+
+def test_samples_without_previews_are_named(browser: Browser, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(12, 4), nn.Linear(4, 3)
+    run = record(model, x, torch.arange(12) % 3, tmp_path / "run", labels=torch.arange(12) % 3)
+    page = write_report(Exhibit(run, model, x[:1]), tmp_path / "report.html")
+    with visiting(browser, page.as_uri(), offline=True) as visit:
+        visit.go("/query")
+        best = run.spotlight(model, x[:1]).last.top(1).ids[0]
+        expect(visit.at(f"card-{best}")).to_contain_text(f"Sample {best}")
+        expect(visit.at("query-0")).to_contain_text("query 0")

@@ -129,7 +129,7 @@ def test_a_run_without_rows_has_nothing_to_report(tmp_path: Path) -> None:
     with dualform.record(model, optimizer, tmp_path / "run"):
         pass
     exhibit = Exhibit(dualform.open(tmp_path / "run"))
-    with pytest.raises(ReadingError, match="no layer of this run was booked by row"):
+    with pytest.raises(ReadingError, match="no step of this run is committed yet"):
         write_report(exhibit, tmp_path / "report.html")
     with pytest.raises(ReadingError, match="none were given"):
         Explorer(exhibit).view("answer", {"query": "0"})

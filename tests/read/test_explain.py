@@ -132,6 +132,7 @@ def test_every_grouping_has_the_same_sum(recorded_case: Make) -> None:
     made = recorded_case("TransformerEncoder", "AdamW, amsgrad")
     found = made.run.explain(made.model, made.x[:3], total)
     evidence = found.values.sum(0)
+    assert sorted(found.by_layer.ids) == sorted(made.run.layers)
     assert close(found.by_layer.values.sum(0), evidence)
     for by in (found.by_step, found.timeline("epoch")):
         assert close(by.values.sum(0), evidence)
@@ -241,7 +242,7 @@ def columns_of(matrix: Contributions) -> dict[str, tuple[np.ndarray, int]]:
         name, term = columns.book.name, columns.term
         shape = matrix_shape(columns.book.shape, term.view, term.groups)
         into = dense.setdefault(name, torch.zeros(matrix.groups, *shape))
-        columns.region.of(into)[:] = columns.values.view(matrix.groups, *columns.region.shape)
+        columns.region.of(into)[:] = columns.dense()
         pieces[name] = pieces.get(name, 0) + 1
         terms[name] = (columns.book.shape, term.view, term.groups)
     found = {n: torch.stack([from_matrix(m, *terms[n]) for m in d]) for n, d in dense.items()}
@@ -259,7 +260,7 @@ def test_what_was_booked_by_step_is_not_lost(recorded: Make, recorded_case: Make
     assert close(found.check.steps, found.total - found.initial, 1e-3)
     made = recorded_case("Weight norm", "SGD")
     found = made.run.explain(made.model, made.x[:2], total)
-    assert found.by_layer.ids == ["bias"]
+    assert found.by_layer.ids == made.run.layers
     assert (np.abs(found.check.steps) > 0.1).all()
     assert_sum(made, found, 1e-3)
 

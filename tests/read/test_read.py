@@ -278,9 +278,35 @@ def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
         run.forget([1])
 
 
+def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+        run = dualform.open(tmp_path / "run")
+    assert "none committed yet" in str(run)
+    assert "no step is committed up to here: there is nothing to add up" in str(run.audit())
+    committed = "no step of this run is committed yet; a recording commits every 30 seconds"
+    with pytest.raises(ReadingError, match=committed):
+        run.timeline(model, torch.zeros(1, 3))
+    with pytest.raises(UnknownSampleError, match=f"this run knows no samples: {committed}"):
+        run.suspicion()
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
+        (lambda run, reading: run.at(0).suspicion(), "layer '2' has no rows up to step 0; ask at"),
+        (
+            lambda run, reading: run.spotlight(nn.Linear(2, 2).state_dict(), torch.zeros(1, 2)),
+            "the model is of type OrderedDict; give the trained torch.nn.Module",
+        ),
+        (
+            lambda run, reading: run.spotlight(nn.Sequential(), torch.zeros(1, 2)),
+            "its '0.weight' does not exist",
+        ),
+        (
+            lambda run, reading: run.revisit([0])[2],
+            r"layer 2 is not in this run; it recorded '0', '2'",
+        ),
         (lambda run, reading: reading.top(0), "k=0: ask for at least one sample"),
         (lambda run, reading: reading.by([0, 1]), r"by\(list\): give 'label', a mapping"),
         (lambda run, reading: run.forget(3), r"got the id 3; give a list of ids: \[3\]"),
@@ -307,8 +333,22 @@ def test_a_model_that_is_not_the_recorded_one(trained: Trained) -> None:
         trained.run.spotlight(fresh, trained.x)
     with pytest.raises(ModelMismatchError, match=r"model\.load_state_dict"):
         trained.run.spotlight(fresh, trained.x)
+    with pytest.raises(ModelMismatchError, match=r"load_state_dict\(run\.at\(7\)\.state_dict\(\)"):
+        trained.run.at(7).spotlight(fresh, trained.x)
     fresh.load_state_dict(trained.run.state_dict())
     trained.run.spotlight(fresh, trained.x)
+    with pytest.raises(
+        ReadingError, match=r"x is an array of numpy, float64 of shape \(30, 5\); gi"
+    ):
+        trained.run.spotlight(fresh, trained.x.numpy())
+    with pytest.raises(
+        ReadingError, match=r"no tensor\. torch\.as_tensor\(x\) makes one of an array"
+    ):
+        trained.run.explain(fresh, trained.x.numpy())
+    with pytest.raises(
+        ReadingError, match=r"the model gives \(3,\) .* give x as a batch, or a func"
+    ):
+        trained.run.explain(fresh, trained.x[0])
 
 
 @given(

@@ -22,6 +22,14 @@ def test_both_answers_are_what_their_reads_say() -> None:
     np.testing.assert_allclose(removal.predicted, removal.before - lost, rtol=1e-10)
 
 
+def test_ids_may_come_as_a_tensor() -> None:
+    run, model, x = tiny_run()
+    listed, given = (run.without(ids, model, x[:1]) for ids in ([2, 5], torch.tensor([2, 5])))
+    np.testing.assert_array_equal(given.predicted, listed.predicted)
+    assert given.ids == [2, 5]
+    assert run.revisit(torch.tensor([5]))["2"].queries.names == ["5"]
+
+
 def test_without_nobody_nothing_changes() -> None:
     run, model, x = tiny_run()
     removal = run.without([], model, x[:2])

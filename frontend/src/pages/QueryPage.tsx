@@ -18,7 +18,7 @@ import { When } from "../parts/When.tsx"
 
 /** A prediction, and what it is made of. */
 export function QueryPage() {
-  const { asked, source } = usePane()
+  const { asked, run, source } = usePane()
   const nothing = asked.query === ""
   const loaded = useGet(source, nothing ? null : "answer", { ...paramsOf(asked), label: null })
   const answer = loaded.value
@@ -28,7 +28,9 @@ export function QueryPage() {
       <Waiting of={loaded} doing="Reading the evidence" />
       {nothing && (
         <p class="notice">
-          There is no prediction to show yet: give one above, or open a sample from the suspects.
+          {run.steps
+            ? "There is no prediction to show yet: give one above, or open a sample from the suspects."
+            : "No step of this run is committed yet. Open it again once its training is under way."}
         </p>
       )}
       {answer && loaded.failed === null && (

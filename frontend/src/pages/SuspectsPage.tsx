@@ -10,7 +10,7 @@ import { Picture } from "../parts/Picture.tsx"
 import { Save } from "../parts/Save.tsx"
 import { Virtual } from "../parts/Virtual.tsx"
 import { Failed } from "../parts/Waiting.tsx"
-import { plural, sampleName } from "../words.ts"
+import { brief, plural, sampleName } from "../words.ts"
 
 const list = (answer: Suspects) => ({ total: answer.total, items: answer.samples })
 
@@ -30,8 +30,9 @@ export function SuspectsPage() {
       </p>
       {pages.failed && <Failed message={pages.failed} />}
       <p class="links" role="status">
-        {pages.total === null ? "Reading the list…" : `${plural(pages.total, "sample")}. `}
-        <Save />
+        {pages.total !== null && `${plural(pages.total, "sample")}. `}
+        {pages.total === null && !pages.failed && "Reading the list…"}
+        {!pages.failed && <Save />}
         {twin && (
           <a
             class="twin"
@@ -73,7 +74,9 @@ function Row({ index, sample, scale }: RowProps) {
         <span class="small rank">{count(index + 1)}</span>
         <Picture preview={preview} />
         <span class="caption">
-          <span class="name">Sample {String(id)}</span>
+          <span class="name" title={String(id)}>
+            Sample {brief(id)}
+          </span>
           {label !== null && <span class="label">{String(label)}</span>}
         </span>
         <span class="bar plain" aria-hidden="true">

@@ -2,7 +2,7 @@ import type { Evidence } from "../api.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { tick } from "../moves.ts"
 import type { Scale } from "../numbers.ts"
-import { sampleName } from "../words.ts"
+import { brief, sampleName } from "../words.ts"
 import { Amount, Bar } from "./Amount.tsx"
 import { Highlighted } from "./Picture.tsx"
 
@@ -25,10 +25,20 @@ export function Card({ evidence, scale, row = false }: Props) {
       data-testid={`card-${id}`}
     >
       <button type="button" class="open" onClick={() => go({ acting: String(id), pane: which })}>
-        {!row && <span class="hidden">Sample {String(id)}: </span>}
-        <Highlighted evidence={evidence} />
+        {!row && preview && <span class="hidden">Sample {String(id)}: </span>}
+        {row || preview ? (
+          <Highlighted evidence={evidence} />
+        ) : (
+          <span class="picture text" title={String(id)}>
+            Sample {brief(id)}
+          </span>
+        )}
         <span class="caption">
-          {row && <span class="name">Sample {String(id)}</span>}
+          {row && (
+            <span class="name" title={String(id)}>
+              Sample {brief(id)}
+            </span>
+          )}
           {label !== null && <span class="label">{String(label)}</span>}
           <Amount value={value} scale={scale} />
         </span>

@@ -32,7 +32,7 @@ export function Gallery() {
             data-testid="search"
           />
         </label>
-        {pages.item(0)?.right !== null && (
+        {run.queries > 0 && pages.item(0)?.right !== null && (
           <label class="switch">
             <input
               type="checkbox"
@@ -75,21 +75,27 @@ function useSettled(typed: string): string {
 
 function Film({ pages, total }: { pages: Pages<QueryCard>; total: number }) {
   const { asked } = usePane()
-  const textual = pages.item(0)?.preview?.kind === "text"
+  const preview = pages.item(0)?.preview
+  const textual = preview === null || preview?.kind === "text"
   const range = useCallback((first: number, last: number) => pages.need(first, last), [total])
-  const number = /^\d+$/.test(asked.query) ? Number(asked.query) : 0
   return (
     <Virtual
       total={total}
       size={textual ? 216 : 84}
       across
       label="Predictions"
-      start={Math.min(number, total - 1)}
+      start={placeOf(asked.query, pages, total)}
       onRange={range}
       testid="film"
       item={(index) => <Frame card={pages.item(index)} />}
     />
   )
+}
+
+/** Where a query stands: a report has some of them, so that its number is no place there. */
+function placeOf(query: string, pages: Pages<QueryCard>, total: number): number {
+  for (let at = 0; at < total; at++) if (pages.item(at)?.query === query) return at
+  return Number(query) < total ? Number(query) : 0
 }
 
 function Frame({ card }: { card: QueryCard | undefined }) {
@@ -105,11 +111,12 @@ function Frame({ card }: { card: QueryCard | undefined }) {
       onKeyDown={walk}
       data-testid={`query-${card.query}`}
     >
-      <Picture preview={card.preview} />
+      {card.preview && <Picture preview={card.preview} />}
+      {!card.preview && <span class="picture text">{card.title}</span>}
       <span class="small caption">
-        <span class="hidden">{card.title}: </span>
+        {card.preview && <span class="hidden">{card.title}: </span>}
         {card.right === false && <span class="wrong">✗ </span>}
-        {card.predicted ?? card.label ?? card.title}
+        {card.predicted ?? card.label ?? (card.preview && card.title)}
       </span>
     </button>
   )

@@ -1,4 +1,5 @@
 import { useExplorer } from "../context.ts"
+import { toRun } from "../moves.ts"
 import type { Page, Theme } from "../state.ts"
 import { Go } from "./Go.tsx"
 
@@ -14,7 +15,9 @@ const CLOSED = { acting: null, all: null }
 export function Header() {
   const { state, runs, go } = useExplorer()
   const run = runs[state.asked.run] ?? runs[0]
-  const openCompare = { other: state.asked }
+  const openCompare = {
+    other: runs.length > 1 ? toRun(state.asked, state.asked.run ? 0 : 1) : state.asked,
+  }
   return (
     <header class="header">
       <p class="brand">

@@ -1,3 +1,4 @@
+import { useEffect, useRef } from "preact/hooks"
 import type { LayerShares } from "../api.ts"
 import { usePane } from "../context.ts"
 import { type Loaded, useGet } from "../load.ts"
@@ -20,13 +21,15 @@ export function Layers() {
   const scale = new Scale(shares.values())
   const inside = asked.ask === "layer" || asked.ask === "keys"
   const current = inside ? (asked.layer ?? last) : null
+  const box = useRef<HTMLDivElement>(null)
+  useEffect(() => uncover(box.current), [current])
   return (
     <Section
       title="Layers"
       testid="layers"
       twin={asks ? { source, path: "layers", params } : undefined}
     >
-      <div class="layers" aria-busy={loaded.busy}>
+      <div class="layers" ref={box} aria-busy={loaded.busy}>
         {run.layers.map(({ name, inputs, outputs }) => (
           <button
             type="button"
@@ -52,6 +55,15 @@ export function Layers() {
       <p class="small">{loaded.busy ? "" : explained(loaded)}</p>
     </Section>
   )
+}
+
+/** Scrolls a long list, and nothing around it, to the layer that is looked into. */
+function uncover(list: HTMLElement | null): void {
+  const chosen = list?.querySelector<HTMLElement>('[aria-pressed="true"]')
+  if (!list || !chosen) return
+  const top = chosen.offsetTop - list.offsetTop
+  const below = top + chosen.offsetHeight > list.scrollTop + list.clientHeight
+  if (below || top < list.scrollTop) list.scrollTop = top - list.clientHeight / 2
 }
 
 function explained({ value, failed }: Loaded<LayerShares>): string {

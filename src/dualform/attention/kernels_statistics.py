@@ -28,6 +28,8 @@ from dualform.attention.kernels_tiles import put, rows_of, tile
 ROWS = 1024
 """Rows of a part, while a head has no more than PARTS."""
 PARTS = 32
+PROGRAMS = 128
+"""How many keep a GPU busy: about one for each of its multiprocessors."""
 
 
 def rewrite(q: Tensor, k: Tensor, beta: float, eps: float) -> tuple[Tensor, Tensor]:
@@ -74,15 +76,25 @@ class _Rewrite(torch.autograd.Function):
 def _launches(q: Tensor, k: Tensor) -> tuple[list[dict[str, Any]], tuple[int, ...], Tensor]:
     """Options of one or two launches; heads, lengths and rows of a part; room for the sums."""
     (B, H, L, D), S = q.shape, k.shape[2]
-    rows = ROWS * triton.cdiv(max(L, S), ROWS * PARTS)
-    parts = triton.cdiv(max(L, S), rows)
     padded = triton.next_power_of_2(D)
-    shapes = {"D": D, "DP": padded, "BLOCK": max(16, 8192 // padded), "num_warps": 8}
+    block = max(16, 8192 // padded)
+    rows = _rows(B * H, max(L, S), block)
+    parts = triton.cdiv(max(L, S), rows)
+    shapes = {"D": D, "DP": padded, "BLOCK": block, "num_warps": 8}
     shapes["PARTS"] = triton.next_power_of_2(parts)
     steps = [(True, True)] if parts == 1 else [(True, False), (False, True)]
     launches = [{"FIRST": first, "SECOND": second, **shapes} for first, second in steps]
     sums = torch.empty(B * H, parts, 2, D, dtype=torch.float32, device=q.device)
     return launches, (H, L, S, rows), sums
+
+
+def _rows(heads: int, length: int, block: int) -> int:
+    """Rows of a part; fewer than ROWS where long heads are too few to keep a GPU busy."""
+    rows = ROWS * int(triton.cdiv(length, ROWS * PARTS))
+    most = min(PARTS, PROGRAMS // heads) if length >= ROWS else 1
+    while rows > block and triton.cdiv(length, rows // 2) <= most:
+        rows //= 2
+    return rows
 
 
 @triton.jit

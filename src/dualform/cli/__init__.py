@@ -37,5 +37,14 @@ def main() -> None:
     except (DualformError, OSError) as error:
         if "--debug" in sys.argv:
             raise
-        click.echo(f"dualform: {error}", err=True)
-        sys.exit(1)
+        _fail(str(error))
+    except Exception as error:  # of the user's own code, as a rule
+        if "--debug" in sys.argv:
+            raise
+        said = str(error).strip().partition("\n")[0]
+        _fail(f"{type(error).__name__}: {said} (`dualform --debug …` shows where)")
+
+
+def _fail(message: str) -> None:
+    click.echo(f"dualform: {message}", err=True)
+    sys.exit(1)

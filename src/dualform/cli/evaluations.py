@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dualform.cli.given import as_json, imported, print_json, print_results, run_argument
+from dualform.cli.given import as_json, count, imported, print_json, print_results, run_argument
 from dualform.evaluate import GroundTruth, Retraining, lds, load_scores
 from dualform.read import open_run
 
@@ -21,9 +21,9 @@ def evaluate() -> None:
 @click.argument("task")
 @click.option("--samples", type=int, required=True, help="How many training samples there are.")
 @click.option("--folder", type=click.Path(path_type=Path), required=True, help="For results.")
-@click.option("--subsets", type=int, default=50, show_default=True)
-@click.option("--seeds", type=int, default=3, show_default=True)
-@click.option("--fraction", type=float, default=0.5, show_default=True)
+@click.option("--subsets", type=int, default=50, show_default=True, help="How many.")
+@click.option("--seeds", type=int, default=3, show_default=True, help="For each subset.")
+@click.option("--fraction", type=float, default=0.5, show_default=True, help="Of the samples.")
 @click.option("--workers", type=int, help="Processes. Default: one for each core.")
 @as_json
 def retrain(task: str, as_json: bool, folder: Path, **settings: Any) -> None:
@@ -57,11 +57,14 @@ def evaluate_lds(scores: Path, truth: Path, as_json: bool) -> None:
 
 @evaluate.command()
 @run_argument
-@click.option("-k", "--count", type=click.IntRange(1), default=10, show_default=True)
+@count
 @click.option("--layer", help="Default: the last one.")
 @as_json
 def suspects(run: Path, count: int, layer: str | None, as_json: bool) -> None:
-    """Rank the samples whose labels are most likely wrong: their errors stayed large."""
+    """Rank the samples whose labels may be wrong.
+
+    They are those whose errors stayed large throughout training.
+    """
     ranking = open_run(run).suspicion(layer).top(count)
     if as_json:
         print_json([{"id": r.id, "label": r.label, "suspicion": r.value} for r in ranking.rows])

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dualform.cli.given import as_json, given_queries, print_json, run_argument
+from dualform.cli.given import MODEL, as_json, given_queries, print_json, run_argument
 from dualform.demo import EPOCHS, run_demo
 from dualform.explore import Exhibit, Explorer, write_report
 from dualform.explore.show import missing
@@ -17,12 +17,14 @@ from dualform.read import open_run
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/digits"))
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs/digits"), show_default=True
+)
 @click.option("--epochs", type=click.IntRange(1), default=EPOCHS, show_default=True)
 @click.option("--view", "opens", is_flag=True, help="Open the explorer in the end.")
 @as_json
 def demo(out: Path, epochs: int, opens: bool, as_json: bool) -> None:
-    """Train on digits with recording, audit, read test digits, and write a report."""
+    """Train on digits, recording; audit, read, and write a report."""
     shown = run_demo(out, Console(quiet=as_json), epochs)
     audit = shown.exhibit.run.audit()
     if as_json:
@@ -40,7 +42,7 @@ def demo(out: Path, epochs: int, opens: bool, as_json: bool) -> None:
 def queries(command: Any) -> Any:
     """The options that give a model and what it is asked."""
     options = [
-        click.option("--model", help="package.module:function that builds the model."),
+        click.option("--model", help=MODEL),
         click.option(
             "--input",
             "inputs",
@@ -71,7 +73,10 @@ def view(
     port: int,
     browser: bool,
 ) -> None:
-    """Open the explorer on a run, or on two to compare: a local server, until interrupted."""
+    """Open the explorer on a run, or on two to compare.
+
+    It is a local server, and stops with Ctrl+C.
+    """
     exhibits = [given_queries(open_run(run), model, inputs, encode) for run in runs]
     _serve(exhibits, host, port, browser)
 
@@ -79,9 +84,11 @@ def view(
 @click.command()
 @run_argument
 @queries
-@click.option("--query", "numbers", multiple=True, type=int, help="Which of --input; by number.")
+@click.option(
+    "--query", "numbers", multiple=True, type=int, help="Which of --input, by its number from 0."
+)
 @click.option("--sample", "samples", multiple=True, help="A training sample, by its id.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), required=True)
+@click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The page.")
 @as_json
 def report(
     run: Path,
@@ -93,7 +100,10 @@ def report(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Write the explorer as one file, with some queries (default: a sample of each label)."""
+    """Write the explorer as one file that works offline.
+
+    It holds the chosen queries; by default the first of --input, or a sample of each label.
+    """
     exhibit = given_queries(open_run(run), model, inputs, encode)
     chosen = [*map(str, numbers), *(f"sample:{name}" for name in samples)]
     page = write_report(exhibit, out, chosen or None)

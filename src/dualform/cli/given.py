@@ -15,17 +15,28 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from dualform.errors import ReadingError
+from dualform.errors import ModelMismatchError, ReadingError
 from dualform.explore import Exhibit, Query
 from dualform.read import Ranking, Run
 
 run_argument = click.argument("run", type=click.Path(path_type=Path))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+count = click.option(
+    "-k",
+    "--count",
+    type=click.IntRange(1),
+    default=10,
+    show_default=True,
+    help="How many samples for each query.",
+)
+MODEL = "package.module:function that builds the model; the run brings the weights."
+INPUT = "What --model is called with: .npy, or .npz with an array called x."
 
 
 def asked_of(run: Run, model: str, inputs: Path) -> tuple[nn.Module, torch.Tensor]:
     """The model with the run's weights, and what it is called with."""
-    return _trained(run, model), torch.from_numpy(_arrays(inputs)["x"])
+    built = _trained(run, model)
+    return built, _tensor(_arrays(inputs), built)
 
 
 def given_queries(run: Run, model: str | None, inputs: Path | None, encode: str | None) -> Exhibit:
@@ -36,8 +47,8 @@ def given_queries(run: Run, model: str | None, inputs: Path | None, encode: str 
         return Exhibit(run)
     arrays = _arrays(inputs)
     encoder = None if encode is None else imported("--encode", encode)
-    shown = _shown(arrays, inputs)
-    return Exhibit(run, _trained(run, model), torch.from_numpy(arrays["x"]), shown, encoder)
+    built, shown = _trained(run, model), _shown(arrays, inputs)
+    return Exhibit(run, built, _tensor(arrays, built), shown, encoder)
 
 
 def _shown(arrays: Mapping[str, np.ndarray[Any, Any]], inputs: Path) -> list[Query]:
@@ -57,17 +68,29 @@ def _arrays(inputs: Path) -> dict[str, np.ndarray[Any, Any]]:
     try:
         loaded = np.load(inputs, allow_pickle=False)
         arrays = {"x": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+        if "x" not in arrays:
+            raise ValueError(f"it holds {', '.join(map(repr, arrays)) or 'nothing'}")
         torch.from_numpy(arrays["x"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError) as error:
         raise ReadingError(
             f"--input {inputs}: {error}; expected an array as .npy, or .npz with one called x."
         ) from error
     return arrays
 
 
+def _tensor(arrays: Mapping[str, np.ndarray[Any, Any]], model: nn.Module) -> torch.Tensor:
+    """The queries; numbers with a point in the model's precision, since numpy's own is double."""
+    x, weight = torch.from_numpy(arrays["x"]), next(model.parameters(), None)
+    return x.to(weight.dtype) if x.is_floating_point() and weight is not None else x
+
+
 def _trained(run: Run, model: str) -> nn.Module:
     built = _build(model)
-    built.load_state_dict(run.state_dict(), strict=False)
+    try:
+        built.load_state_dict(run.state_dict(), strict=False)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[2].partition("\n")[0].strip()
+        raise ModelMismatchError(f"--model {model} is not the recorded model: {first}") from error
     return built.eval()
 
 
@@ -79,7 +102,10 @@ def _build(model: str) -> nn.Module:
             f"--model {model}: {error}; expected a function that takes no arguments and returns "
             "the model."
         ) from error
-    assert isinstance(built, nn.Module)
+    if not isinstance(built, nn.Module):
+        raise ReadingError(
+            f"--model {model} returned a {type(built).__name__}; expected a torch.nn.Module."
+        )
     return built
 
 

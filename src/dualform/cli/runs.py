@@ -9,9 +9,12 @@ from typing import Any
 import click
 
 from dualform.cli.given import (
+    INPUT,
+    MODEL,
     as_json,
     asked_of,
     both_ways,
+    count,
     print_json,
     print_results,
     run_argument,
@@ -25,7 +28,7 @@ from dualform.read import Reading, Run, Spotlight, open_run
 @click.option("--check", is_flag=True, help="Read every committed byte and verify its checksum.")
 @as_json
 def info(run: Path, check: bool, as_json: bool) -> None:
-    """Say what a run is: steps, samples, layers, optimizer, versions, size."""
+    """Say what a run is: steps, samples, layers, size."""
     opened = open_run(run)
     problems = opened.check() if check else []
     facts = {
@@ -51,7 +54,7 @@ def info(run: Path, check: bool, as_json: bool) -> None:
 @run_argument
 @as_json
 def audit(run: Path, as_json: bool) -> None:
-    """Do the books balance? Remainder, coverage and bytes of every parameter."""
+    """Do the books balance? Every parameter, added up."""
     result = open_run(run).audit()
     print_json(result.to_dict()) if as_json else print_results(result)
 
@@ -60,10 +63,8 @@ def question(command: Any) -> Any:
     """The options that say what is asked: which queries, which layer, which output."""
     options = [
         click.option("--sample", "samples", multiple=True, help="A training sample, by its id."),
-        click.option("--model", help="package.module:function that builds the model."),
-        click.option(
-            "--input", "inputs", type=click.Path(path_type=Path), help=".npy for --model."
-        ),
+        click.option("--model", help=MODEL),
+        click.option("--input", "inputs", type=click.Path(path_type=Path), help=INPUT),
         click.option("--layer", help="Default: the last one."),
         click.option("--output", type=int, help="Which unit. Default: the one with most output."),
     ]
@@ -75,10 +76,13 @@ def question(command: Any) -> Any:
 @click.command()
 @run_argument
 @question
-@click.option("-k", "--count", type=click.IntRange(1), default=10, show_default=True)
+@count
 @as_json
 def top(run: Path, count: int, as_json: bool, **asked: Any) -> None:
-    """Show which training samples a layer's output is made of, for and against."""
+    """Which samples is a layer's output made of?
+
+    The query is a training sample as each layer last saw it, or what --model is called with.
+    """
     reading = _reading(open_run(run), **asked)
     best, worst = reading.top(count), reading.bottom(count)
     if as_json:

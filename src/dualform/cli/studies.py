@@ -18,7 +18,9 @@ def study() -> None:
 
 @study.command()
 @click.option("--data", type=click.Path(path_type=Path), help="Default: $DUALFORM_DATA.")
-@click.option("--setting", type=click.Choice(["small", "paper"]), default="small")
+@click.option(
+    "--setting", type=click.Choice(["small", "paper"]), default="small", show_default=True
+)
 @click.option("--dataset", "datasets", multiple=True, help="Default: all four.")
 @click.option("--kind", "kinds", multiple=True, help="Default: all five.")
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
@@ -28,7 +30,7 @@ def study() -> None:
 @click.option("--out", type=click.Path(path_type=Path), help="Write every training as JSON.")
 @as_json
 def uea(data: Path | None, out: Path | None, as_json: bool, **chosen: Any) -> None:
-    """Classify time series with each attention layer; test accuracy with intervals."""
+    """Test accuracy of each attention layer on time series."""
     from dualform.studies import uea
     from dualform.studies.series import data_folder
 
@@ -39,14 +41,16 @@ def uea(data: Path | None, out: Path | None, as_json: bool, **chosen: Any) -> No
 
 
 @study.command("fixed-point")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("runs/fixed-point"))
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("runs/fixed-point"), show_default=True
+)
 @click.option("--size", type=click.IntRange(16), default=1024, show_default=True, help="Tokens.")
 @click.option("--steps", type=click.IntRange(2), default=120, show_default=True)
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--device", default="cpu", show_default=True)
 @as_json
 def fixed_point(out: Path, size: int, steps: int, seeds: int, device: str, as_json: bool) -> None:
-    """Does iterated attention converge, and is what it converges to Gaussian?"""
+    """Does iterated attention converge, and to a Gaussian?"""
     from dualform.studies.fixed_point import run_study, save_study
 
     found = run_study(size=size, steps=steps, seeds=seeds, device=device)

@@ -9,9 +9,12 @@ import click
 import numpy as np
 
 from dualform.cli.given import (
+    INPUT,
+    MODEL,
     as_json,
     asked_of,
     both_ways,
+    count,
     print_json,
     print_results,
     run_argument,
@@ -22,10 +25,19 @@ from dualform.read import Scores, open_run
 def whole_network(command: Any) -> Any:
     """What explain and influence are told."""
     options = [
-        click.argument("model"),
-        click.option("--input", "inputs", type=click.Path(path_type=Path), required=True),
-        click.option("--target", "targets", type=int, multiple=True, help="A class, or one each."),
-        click.option("-k", "--count", type=click.IntRange(1), default=10, show_default=True),
+        click.option("--model", required=True, help=MODEL),
+        click.option(
+            "--input", "inputs", type=click.Path(path_type=Path), required=True, help=INPUT
+        ),
+        click.option(
+            "--target",
+            "targets",
+            type=int,
+            multiple=True,
+            help="A class; once for all queries, or once for each. Default: the one with most "
+            "output.",
+        ),
+        count,
         click.option("--save", type=click.Path(path_type=Path), help="All scores, as .npz."),
         as_json,
     ]
@@ -37,13 +49,19 @@ def whole_network(command: Any) -> Any:
 @click.command()
 @run_argument
 @whole_network
-@click.option("--tolerance", type=float, default=1e-3, show_default=True)
+@click.option(
+    "--tolerance",
+    type=float,
+    default=1e-3,
+    show_default=True,
+    help="How much of the output's change may be missed.",
+)
 def explain(
     run: Path, model: str, inputs: Path, targets: tuple[int, ...], tolerance: float, **shown: Any
 ) -> None:
-    """Account for the whole network's output: what every training sample added to it.
+    """What did each sample add to the whole network's output?
 
-    MODEL is package.module:function that builds it; without --target, the class with most output.
+    A complete account: what every training sample added to it, through all layers.
     """
     opened = open_run(run)
     found = opened.explain(*asked_of(opened, model, inputs), _target(targets), tolerance)
@@ -55,7 +73,12 @@ def explain(
 @click.command()
 @run_argument
 @whole_network
-@click.option("--method", default="ridge", show_default=True)
+@click.option(
+    "--method",
+    default="ridge",
+    show_default=True,
+    help="For comparison: accounting, tracin, fisher, ekfac.",
+)
 @click.option("--damping", type=float, help="In units of the mean diagonal. Default: 3 for ridge.")
 @click.option("--rank", type=int, help="How many leading directions are kept.")
 def influence(
@@ -68,9 +91,9 @@ def influence(
     rank: int | None,
     **shown: Any,
 ) -> None:
-    """Estimate what leaving samples out of training would do to the output.
+    """What would leaving a sample out of training do?
 
-    MODEL is package.module:function that builds it; without --target, the class with most output.
+    An estimate of how much the output would fall without each sample.
     """
     opened = open_run(run)
     asked = asked_of(opened, model, inputs)

@@ -16,6 +16,7 @@ from dualform.explore.pictures import shorten
 from dualform.ledger import Stream
 from dualform.read import Run
 from dualform.read.scan import Scan, places
+from dualform.read.shown import moment
 
 QUESTIONS = {
     "layer": (
@@ -107,7 +108,7 @@ def _facts(run: Run) -> dict[str, str]:
         "Samples": f"{len(run.ids):,}",
         "Recorded": f"{run.nbytes / 1e6:,.1f} MB",
         "Versions": _listed(metadata.get("versions")) or "unknown",
-        "Created": shorten(metadata.get("created", "unknown"), LONGEST_NAME),
+        "Created": shorten(moment(metadata.get("created", "unknown")), LONGEST_NAME),
     }
 
 

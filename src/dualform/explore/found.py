@@ -211,7 +211,7 @@ class Reader:
         run, model = self.exhibit.run, self.exhibit.model
         assert model is not None
         (asked,) = ask_all(model, subject.x, _number(chosen), run.source)
-        by_book = by_layer(asked.sums(self._grouping()))
+        by_book = by_layer(asked.sums(self._grouping()), run.info.books)
         parts = {layer: self._cells(sums) for layer, sums in by_book.items()}
         shares = {layer: float(cells.sum()) for layer, cells in parts.items()}
         if question.layer is not None:

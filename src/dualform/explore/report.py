@@ -15,6 +15,7 @@ from dualform.explore.given import Given
 from dualform.explore.page import carried_page
 from dualform.explore.views import Explorer, Json
 from dualform.ledger.format import write_durably
+from dualform.read.spotlight import nothing_by_row
 
 MOST_QUERIES = 24
 ALTERNATIVES = {"layer": 3, "network": 2}
@@ -47,7 +48,7 @@ def write_report(
     if target.is_dir():
         raise ReadingError(f"'{target}' is a folder; give a file, such as '{target}/report.html'.")
     if not exhibit.run.layers:
-        raise ReadingError("no layer of this run was booked by row; run.audit() says why.")
+        raise ReadingError(f"{nothing_by_row(exhibit.run.source.ledger)}.")
     carried = Carried(Explorer(exhibit), list(queries or usual_queries(exhibit))).content()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_durably(target, carried_page(f"dualform · {carried['run']['name']}", carried))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -102,6 +102,8 @@ class Samples:
     >>> samples = Samples(run.path)
     >>> samples.labels[1], samples.preview(0), samples.columns["voice"][1]
     ('dog', Preview(kind='text', data='meow'), 'low')
+    >>> samples
+    Samples(label=2, voice=2, previews=2)
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,6 +113,10 @@ class Samples:
         self._previews: dict[SampleId, tuple[str, Any]] = {}
         for page in sorted(self._folder.glob("*.json")):
             self._read(page)
+
+    def __repr__(self) -> str:
+        known: dict[str, Sized] = {**self.columns, "previews": self._previews}
+        return f"Samples({', '.join(f'{name}={len(found)}' for name, found in known.items())})"
 
     @property
     def labels(self) -> dict[SampleId, Label]:
@@ -162,14 +168,15 @@ def describe_samples(
     folder = path / SAMPLES_FOLDER
     taken = [int(entry.stem) for entry in folder.iterdir() if entry.stem.isdecimal()]
     page = folder / f"{max(taken, default=0) + 1:04d}.json"
-    description: dict[str, Any] = {"ids": _plain(ids), "labels": _plain(labels), "kind": ""}
+    description: dict[str, Any] = {"ids": plain_list(ids), "labels": plain_list(labels), "kind": ""}
     if columns:
-        description["columns"] = {name: _plain(values) for name, values in columns.items()}
-    if isinstance(previews, Tensor):
-        description["kind"], array = _shrink(previews)
+        description["columns"] = {name: plain_list(values) for name, values in columns.items()}
+    drawn = _drawn(previews)
+    if isinstance(drawn, Tensor):
+        description["kind"], array = _shrink(drawn)
         write_tensors(page.with_suffix(".safetensors"), {"previews": [array]})
-    elif previews is not None:
-        description.update(kind="text", texts=[str(text) for text in previews])
+    elif drawn is not None:
+        description.update(kind="text", texts=drawn)
     write_durably(page, json.dumps(description))
 
 
@@ -209,10 +216,31 @@ def plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _plain(values: Sequence[Any] | Tensor | None) -> list[Any]:
+def plain_list(values: Sequence[Any] | Tensor | None) -> list[Any]:
+    """Numbers of numpy or torch in a list, as Python's own.
+
+    >>> plain_list(torch.arange(2)), plain_list(None)
+    ([0, 1], [])
+    """
     if values is None:
         return []
     return [plain(v) for v in (values.tolist() if hasattr(values, "tolist") else values)]
+
+
+def _drawn(previews: Sequence[Any] | Tensor | None) -> list[str] | Tensor | None:
+    """Texts as a list; images or numbers as one tensor."""
+    if previews is None or isinstance(previews, Tensor):
+        return previews
+    if all(isinstance(text, str) for text in previews):
+        return list(previews)
+    try:
+        return torch.stack([torch.as_tensor(one) for one in previews])
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(previews[0]).__name__
+        raise SampleIdsError(
+            f"recorder.describe got previews of type {kind}; give texts, or images or numbers of "
+            "one shape, as one tensor or array."
+        ) from error
 
 
 def _shrink(previews: Tensor) -> tuple[str, Tensor]:

@@ -12,9 +12,10 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +156,34 @@ class TensorFile:
         if stop is not None or start:
             shape = ((shape[0] if stop is None else stop) - start, *shape[1:])
         buffer = torch.empty(shape, dtype=entry.dtype)
-        target = raw(buffer)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(entry.offset + start * entry.row_bytes)
-            while target:
-                count = file.readinto(target)
-                if not count:
-                    raise CorruptError(f"'{self.path}' ends before its arrays do.")
-                target = target[count:]
+        self.read_into(buffer, name, [(0, (start, start + (shape[0] if shape else 1)))])
         return buffer
+
+    def read_into(
+        self, rows: Tensor, name: str, spans: Iterable[tuple[int, tuple[int, int]]]
+    ) -> None:
+        """Some ranges of an array's rows into memory that is there, each from a place on.
+
+        >>> import tempfile; path = Path(tempfile.mkdtemp()) / "x.safetensors"
+        >>> length, checksum = write_tensors(path, {"keys": [torch.arange(6)]})
+        >>> rows = torch.zeros(4, dtype=torch.long)
+        >>> TensorFile(path).read_into(rows, "keys", [(2, (0, 2)), (0, (4, 6))])
+        >>> rows
+        tensor([4, 5, 0, 1])
+        """
+        entry, target = self.entries[name], raw(rows)
+        size = entry.row_bytes
+        with self.path.open("rb", buffering=0) as file:
+            for at, (start, stop) in spans:
+                file.seek(entry.offset + start * size)
+                self._fill(file, target[at * size : (at + stop - start) * size])
+
+    def _fill(self, file: FileIO, target: memoryview) -> None:
+        while target:
+            count = file.readinto(target)
+            if not count:
+                raise CorruptError(f"'{self.path}' ends before its arrays do.")
+            target = target[count:]
 
     def mapped(self) -> MappedFile:
         """The file in memory as it is read, for running through it."""
@@ -197,13 +217,6 @@ class MappedFile:
             return torch.empty(shape, dtype=entry.dtype)
         flat = torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=offset)
         return flat.view(shape)
-
-    def take(self, name: str, places: Tensor) -> Tensor:
-        """Some rows of an array, in memory of their own; the file's is let go."""
-        count = self._entries[name].shape[0]
-        taken = torch.index_select(self.rows(name, 0, count), 0, places)
-        self.let_go(name, 0, count)
-        return taken
 
     def let_go(self, name: str, start: int, stop: int) -> None:
         """Frees the memory of rows that were used."""

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import Scan
-from dualform.read.shown import Shown, framed, pandas_frame
+from dualform.read.shown import Shown, columns, framed, pandas_frame
 from dualform.read.weights import balance, gross_part
 from dualform.record.optimizers import BY_ROW, ScalarRule
 
@@ -128,19 +127,24 @@ class Audit(Shown):
         return f"\nmore than rounding of the stored weights can be: {', '.join(names[:3])}{more}"
 
     def __rich__(self) -> Group:
-        note = (
-            f"largest remainder {self.remainder:.1e} · {self.coverage:.0%} of trained parameters "
-            f"by row · {self.bytes / 1e6:,.1f} MB{self._verdict}"
-        )
-        table = Table()
-        for name in ("book", "shape", "kept by", "rows", "remainder", "MB"):
-            table.add_column(name, justify="left" if name in ("book", "kept by") else "right")
+        names = ("book", "shape", "kept by", "rows", "remainder", "MB")
+        table = columns(names, words=("book", "kept by"))
         for book in self.books:
             kept = f"{book.granularity} ({book.reason})" if book.reason else book.granularity
             cells = [book.name, "×".join(map(str, book.shape)), kept, f"{book.rows:,}"]
             cells += [f"{book.remainder:.1e}", f"{book.bytes / 1e6:,.1f}"]
             table.add_row(*map(Text, cells))
-        return framed(self._title, table, note)
+        return framed(self._title, table, self._note)
+
+    @property
+    def _note(self) -> str:
+        if not self.step:
+            return "no step is committed up to here: there is nothing to add up"
+        covered = math.floor(1000 * self.coverage + 1e-6) / 10  # 100 only where it is all
+        return (
+            f"largest remainder {self.remainder:.1e} · {covered:g}% of trained parameters by row "
+            f"· {self.bytes / 1e6:,.1f} MB{self._verdict}"
+        )
 
 
 def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -> Audit:

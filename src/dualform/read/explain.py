@@ -127,7 +127,7 @@ class Explanation(Scores):
     @property
     def by_layer(self) -> Scores:
         """What each layer's parameters contributed: layers × queries."""
-        shares = by_layer(self.books)
+        shares = by_layer(self.books, self._source.ledger.info.books)
         values = np.array(list(shares.values())).reshape(len(shares), len(self.queries))
         return Scores(list(shares), values, self.queries, self.check, {}, "contributions by layer")
 
@@ -186,27 +186,27 @@ class Explanation(Scores):
 
     def _books_of(self, layer: str) -> list[Book]:
         known = [book for book in self._source.ledger.info.books if book.terms]
-        books = [book for book in known if _layer(book.name) == layer]
+        books = [book for book in known if _layer(book) == layer]
         if not books:
-            names = ", ".join(f"'{n}'" for n in dict.fromkeys(_layer(b.name) for b in known))
+            names = ", ".join(f"'{n}'" for n in dict.fromkeys(map(_layer, known)))
             raise ReadingError(
                 f"layer '{layer}' was not recorded by row in this run; those were {names}."
             )
         return books
 
 
-def by_layer(books: Mapping[str, Array]) -> dict[str, Array]:
+def by_layer(shares: Mapping[str, Array], books: Sequence[Book]) -> dict[str, Array]:
     """Something of each book, summed by layer."""
     found: dict[str, Array] = {}
-    for name, share in books.items():
-        layer = _layer(name)
+    for book in (book for book in books if book.name in shares):
+        layer, share = _layer(book), shares[book.name]
         found[layer] = found[layer] + share if layer in found else share
     return found
 
 
-def _layer(book: str) -> str:
-    """The layer a parameter belongs to: its module, or the parameter itself."""
-    return book.rpartition(".")[0] or book
+def _layer(book: Book) -> str:
+    """The layer a parameter is counted for: the first that left rows of it, whole if in parts."""
+    return next(iter(book.terms)).partition("[")[0].partition("@")[0]
 
 
 def make_explanation(

@@ -7,14 +7,17 @@ samples' gradients in that basis.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from dualform.ledger import Book
 from dualform.memory.blocks import Sides, matrix_shape
-from dualform.read.grouped import ROW_BYTES, Records
-from dualform.read.matrix import Columns, Contributions, Weighing
+from dualform.read.columns import Columns
+from dualform.read.matrix import Contributions, Weighing
 from dualform.read.targets import Parameters
+from dualform.read.visits import Visits
 
 
 class EigenBases:
@@ -22,7 +25,7 @@ class EigenBases:
 
     def __init__(self, matrix: Contributions, weighing: Weighing) -> None:
         self._known = {
-            book.name: _bases(book, matrix.records, weighing) if _whole(book) else (None, None)
+            book.name: _bases(book, matrix.visits, weighing) if _whole(book) else (None, None)
             for book in matrix.books
         }
 
@@ -41,7 +44,7 @@ class EigenBases:
             matrices = on_a.T.to(matrices) @ matrices
         if on_b is not None:
             matrices = matrices @ on_b.to(matrices)
-        return columns.region.of(matrices).flatten(1).to(columns.values)
+        return columns.part(matrices).flatten(1).to(columns.values)
 
 
 def ekfac(
@@ -70,16 +73,15 @@ def _whole(book: Book) -> bool:
 
 
 def _bases(
-    book: Book, records: dict[str, Records], weighing: Weighing
+    book: Book, visits: dict[str, Visits], weighing: Weighing
 ) -> tuple[Tensor | None, Tensor | None]:
     height, width = matrix_shape(book.shape, *_view(book))
     on_a = torch.zeros(height, height, dtype=torch.float64)
     on_b = torch.zeros(width, width, dtype=torch.float64)
     for stream, term in book.terms.items():
-        chosen = torch.nonzero(weighing(book, records[stream])).flatten()
-        each = max(1, ROW_BYTES // records[stream].record_bytes())
-        for part in torch.split(chosen, each) if len(chosen) else ():
-            sides = Sides.of(term.form, *records[stream].gather(part), term.groups, term.at)
+        chosen = torch.nonzero(weighing(book, visits[stream])).flatten()
+        for rows in _rows(visits[stream], chosen):
+            sides = Sides.of(term.form, *rows, term.groups, term.at)
             if sides.a.shape[1] != height:
                 return None, None  # rows of a part of the matrix
             on_a += (sides.a.T @ sides.a).double()
@@ -87,6 +89,12 @@ def _bases(
                 on_b += (sides.b.T @ sides.b).double()
     has_b = any(term.form == "outer" for term in book.terms.values())
     return torch.linalg.eigh(on_a).eigenvectors, torch.linalg.eigh(on_b)[1] if has_b else None
+
+
+def _rows(visits: Visits, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The rows of some visits, some at a time."""
+    for part in torch.split(chosen, visits.together) if len(chosen) else ():
+        yield from visits.gather(torch.split(part, visits.cached))
 
 
 def _view(book: Book) -> tuple[str, int]:

@@ -94,8 +94,7 @@ class Weighted:
     def settle(self) -> None:
         """Adds up what is pending."""
         for (book, term, *_), parts in self._pending.items():
-            direction = self.directions[book]
-            direction += _sums(parts, term, direction)
+            _add_sums(self.directions[book], parts, term)
         self._pending.clear()
         self._bytes = 0
 
@@ -104,19 +103,20 @@ def _by_query(rows: Tensor, queries: int) -> Tensor:
     return rows.reshape(queries, len(rows) // queries, *rows.shape[1:])
 
 
-def _sums(parts: Sequence[tuple[Tensor, Tensor | None]], term: Term, like: Tensor) -> Tensor:
-    """(queries, *shape): the sums of rows, as gradients."""
-    shape = tuple(like.shape[1:])
+def _add_sums(into: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]], term: Term) -> None:
+    """Adds the sums of rows to gradients (queries, *shape)."""
+    shape = tuple(into.shape[1:])
     a = torch.cat([a for a, _ in parts], 1)
     b = [b for _, b in parts if b is not None]
     sides = Sides(a.flatten(0, 1), torch.cat(b, 1).flatten(0, 1) if b else None, term.at)
     height, width = matrix_shape(shape, term.view, term.groups)
-    counts = torch.full((len(like),), a.shape[1])
-    dense = like.new_zeros(len(like), height, width)
-    add_segments(dense, sides, counts, Region.whole(height, width))
+    counts, whole = torch.full((len(into),), a.shape[1]), Region.whole(height, width)
     if term.view != "swapped":
-        return dense.view(like.shape)
-    return torch.stack([from_matrix(m, shape, term.view, term.groups) for m in dense])
+        add_segments(into.view(len(into), height, width), sides, counts, whole)
+        return
+    dense = into.new_zeros(len(into), height, width)
+    add_segments(dense, sides, counts, whole)
+    into += torch.stack([from_matrix(m, shape, term.view, term.groups) for m in dense])
 
 
 class Gradients:
@@ -141,15 +141,37 @@ class Gradients:
 
         The queries are few enough for one call of the model.
         """
-        named = self._parameters.items()
-        total = Weighted({name: p.new_zeros(len(queries), *p.shape) for name, p in named})
-        with torch.no_grad():
-            for weight, point in nodes:
-                for name, parameter in named:
-                    parameter.copy_(point[name])
-                self._add(weight, queries, total)
-            total.settle()
-        return total.directions
+        directions = self._zeros(len(queries))
+        self._add_integral(directions, nodes, queries)
+        return directions
+
+    def integrals(
+        self, nodes: Sequence[tuple[float, Parameters]], queries: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """The same for any number of queries."""
+        directions, begin = self._zeros(len(queries)), 0
+        for batch in self._asked.batches(queries):
+            here = slice(begin, begin + len(batch))
+            self._add_integral({n: d[here] for n, d in directions.items()}, nodes, batch)
+            begin = here.stop
+        return directions
+
+    def _zeros(self, queries: int) -> dict[str, Tensor]:
+        return {name: p.new_zeros(queries, *p.shape) for name, p in self._parameters.items()}
+
+    @torch.no_grad()
+    def _add_integral(
+        self,
+        directions: dict[str, Tensor],
+        nodes: Iterable[tuple[float, Parameters]],
+        queries: Sequence[int],
+    ) -> None:
+        total = Weighted(directions)
+        for weight, point in nodes:
+            for name, parameter in self._parameters.items():
+                parameter.copy_(point[name])
+            self._add(weight, queries, total)
+        total.settle()
 
     def _add(self, weight: float, queries: Sequence[int], total: Weighted) -> None:
         parts, gradients = self._rows(queries)

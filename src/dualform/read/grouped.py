@@ -12,15 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.ledger import Ledger, Stream, Term
-from dualform.ledger.tensors import MappedFile
+from dualform.ledger import Term
 from dualform.memory.blocks import Sides
 from dualform.read.progress import LateProgress
-from dualform.read.scan import Chunk, RowColumns, widen
-from dualform.record.layers import expand, positions
-
-ROW_BYTES = 32 << 20
-"""How many bytes of rows are gathered at a time."""
+from dualform.read.scan import Chunk
+from dualform.read.visits import Visits
 
 
 @dataclass(frozen=True)
@@ -60,21 +56,35 @@ class Grouping:
 
     count: int
     of: Callable[[Tensor, Tensor, Tensor], Tensor]
+    by_visit: bool = False
+    """Whether all rows that one use of a layer left of a sample belong together."""
 
     def of_chunk(self, chunk: Chunk) -> Tensor:
         """The group of each row of a chunk, where the chunk is."""
         columns = (c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions))
         return self.of(*columns).to(chunk.keys.device)
 
+    def of_rows(self, visits: Visits, chosen: Tensor) -> Tensor:
+        """The group of each row of some visits."""
+        if not self.by_visit:
+            return self.of(*visits.of_rows(chosen))
+        steps, samples = visits.steps[chosen], visits.samples[chosen]
+        groups = self.of(steps, samples, torch.zeros_like(steps))
+        return groups.repeat_interleave(visits.rows[chosen])
+
     @classmethod
     def by_sample(cls, numbers: Tensor) -> Grouping:
         """One group for each of the samples, in the order of their stored ids."""
-        return cls(len(numbers), lambda steps, samples, at: torch.searchsorted(numbers, samples))
+
+        def of(steps: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+            return torch.searchsorted(numbers, samples)
+
+        return cls(len(numbers), of, by_visit=True)
 
     @classmethod
     def by_step(cls, until: int) -> Grouping:
         """One group for each step, by its number."""
-        return cls(until + 1, lambda steps, samples, at: steps)
+        return cls(until + 1, lambda steps, samples, at: steps, by_visit=True)
 
     @classmethod
     def by_position(cls, numbers: Tensor, most: int) -> Grouping:
@@ -85,95 +95,11 @@ class Grouping:
         )
 
 
-class Records:
-    """All records of a stream between two steps, to be gathered in any order."""
-
-    def __init__(self, ledger: Ledger, stream: Stream, until: int, first: int = 1) -> None:
-        self.stream, self.each = stream, positions(stream)
-        names = (f"{stream.name}/keys", f"{stream.name}/values")
-        self._names = names
-        self._files: list[MappedFile] = []
-        self._buffers: dict[str, Tensor] = {}
-        parts: list[Tensor] = []
-        for shard in ledger.shards:
-            if names[0] in shard.file and shard.record["first"] <= until:
-                columns = RowColumns(shard, stream.name)
-                start, stop = columns.between(first, until)
-                kept = [columns.steps, columns.samples, columns.positions]
-                places = torch.arange(start, stop)
-                file = torch.full_like(places, len(self._files))
-                parts.append(torch.stack([file, places, *(c[start:stop] for c in kept)]))
-                self._files.append(shard.file.mapped())
-        empty = torch.zeros(5, 0, dtype=torch.long)
-        self._file, self._place, self.steps, self.samples, self.positions = torch.cat(
-            [empty, *parts], 1
-        )
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def last_visits(self) -> Tensor:
-        """(records,): whether each is of the last step that saw its sample."""
-        _, sample = torch.unique(self.samples, return_inverse=True)
-        last = torch.zeros(int(sample.max()) + 1 if len(sample) else 0, dtype=torch.long)
-        last.scatter_reduce_(0, sample, self.steps, "amax")
-        return torch.eq(self.steps, last[sample])
-
-    def batch_sizes(self) -> Tensor:
-        """(records,): how many samples the record's step saw."""
-        pairs = torch.unique(torch.stack([self.steps, self.samples]), dim=1)
-        steps, counts = torch.unique(pairs[0], return_counts=True)
-        return torch.index_select(counts, 0, torch.searchsorted(steps, self.steps))
-
-    def gather(self, chosen: Tensor, with_keys: bool = True) -> tuple[Tensor, Tensor]:
-        """The rows of some records, keys and values; valid until the next are gathered."""
-        values = self._gathered(self._names[1], chosen)
-        if not with_keys and not self.stream.layout:
-            return values[:, :0], values
-        rows, errors = expand(self.stream, self._gathered(self._names[0], chosen), values)
-        assert errors is not None
-        return rows, errors
-
-    def rows_of(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step, sample and position of each row of some records."""
-        steps, samples, at = (c[chosen] for c in (self.steps, self.samples, self.positions))
-        if self.each == 1:
-            return steps, samples, at
-        within = torch.arange(self.each).repeat(len(chosen))
-        steps, samples, at = (c.repeat_interleave(self.each) for c in (steps, samples, at))
-        return steps, samples, at * self.each + within
-
-    def record_bytes(self) -> int:
-        """What one record takes once it is expanded, at least 1."""
-        if not len(self):
-            return 1
-        keys, values = self.gather(torch.zeros(1, dtype=torch.long))
-        return keys.nbytes + values.nbytes
-
-    def _gathered(self, name: str, chosen: Tensor) -> Tensor:
-        """Rows in memory that is used again: to allocate it would cost more than to fill it."""
-        files, order = self._file[chosen].sort(stable=True)
-        numbers, counts = torch.unique_consecutive(files, return_counts=True)
-        places, found = self._place[chosen], torch.empty(0)
-        for number, mine in zip(numbers.tolist(), order.split(counts.tolist()), strict=True):
-            part = widen(self._files[number].take(name, places[mine]))
-            if not len(found):
-                found = self._buffer(name, len(chosen), part)
-            found[mine] = part
-        return found
-
-    def _buffer(self, name: str, rows: int, like: Tensor) -> Tensor:
-        """Memory for so many rows of an array, of which there is one for each."""
-        if name not in self._buffers or len(self._buffers[name]) < rows:
-            self._buffers[name] = like.new_empty(rows, *like.shape[1:])
-        return self._buffers[name][:rows]
-
-
 @dataclass(frozen=True)
 class Receiver:
     """A part of a parameter's matrix, and how rows are added to it.
 
-    `into` is (groups, height, width) of the part. `weights` says how much each record counts.
+    `into` is (groups, height, width) of the part. `weights` says how much each visit counts.
     """
 
     into: Tensor
@@ -198,34 +124,45 @@ def _weighed(sides: Sides, weights: Tensor) -> Sides:
     return Sides(a * column.to(a), b, sides.at)
 
 
-def add_records(records: Records, grouping: Grouping, receivers: Sequence[Receiver]) -> None:
-    """Adds what the records of each group add to some parts of parameters; each is read once.
+def add_visits(visits: Visits, grouping: Grouping, receivers: Sequence[Receiver]) -> None:
+    """Adds what the visits of each group add to some parts of parameters; each is read once.
 
-    Records that count for nothing are not read.
+    Visits that count for nothing are not read.
     """
     counted = torch.stack([receiver.weights != 0 for receiver in receivers]).any(0)
     chosen = torch.nonzero(counted).flatten()
     if not len(chosen):
         return
-    columns = (c[chosen] for c in (records.steps, records.samples, records.positions))
-    numbers, by_group = grouping.of(*columns).sort(stable=True)
+    steps, samples = visits.steps[chosen], visits.samples[chosen]
+    numbers, order = grouping.of(steps, samples, torch.zeros_like(steps)).sort(stable=True)
+    sizes = _whole_groups(numbers, visits.together)
     with_keys = any(receiver.term.form != "sum" for receiver in receivers)
-    each = max(1, ROW_BYTES // records.record_bytes())
-    with LateProgress(records.stream.name, len(chosen)) as progress:
-        for part in torch.split(chosen[by_group], _whole_groups(numbers, each)):
-            rows = records.gather(part, with_keys)
-            groups = grouping.of(*records.rows_of(part))
-            for receiver in receivers:
-                weights = receiver.weights[part].repeat_interleave(records.each)
-                device = receiver.into.device
-                keys, values, weights = (t.to(device) for t in (*rows, weights))
-                sides = receiver.sides(keys, values, weights)
-                add_groups(receiver.into, sides, groups, receiver.region)
+    with LateProgress(visits.stream.name, len(chosen)) as progress:
+        parts = (torch.split(t, sizes) for t in (chosen[order], numbers))
+        for part, own in zip(*parts, strict=True):
+            pieces = torch.split(part, _whole_groups(own, visits.cached))
+            for piece, rows in zip(pieces, visits.gather(pieces, with_keys), strict=True):
+                _add_rows(rows, visits, piece, grouping, receivers)
             progress.advance(len(part))
 
 
+def _add_rows(
+    rows: tuple[Tensor, Tensor],
+    visits: Visits,
+    chosen: Tensor,
+    grouping: Grouping,
+    receivers: Sequence[Receiver],
+) -> None:
+    """Adds the rows, keys and values, of some visits."""
+    groups = grouping.of_rows(visits, chosen)
+    for receiver in receivers:
+        weights = receiver.weights[chosen].repeat_interleave(visits.rows[chosen])
+        sides = receiver.sides(*(t.to(receiver.into.device) for t in (*rows, weights)))
+        add_groups(receiver.into, sides, groups, receiver.region)
+
+
 def _whole_groups(numbers: Tensor, each: int) -> list[int]:
-    """Sizes of parts of sorted records: groups stay whole unless one alone is larger than `each`.
+    """Sizes of parts of sorted visits: groups stay whole unless one alone is larger than `each`.
 
     >>> _whole_groups(torch.tensor([0, 0, 1, 1, 2, 2, 2, 2, 2]), 4)
     [4, 4, 1]
@@ -240,7 +177,7 @@ def _whole_groups(numbers: Tensor, each: int) -> list[int]:
 
 
 def add_groups(into: Tensor, sides: Sides, numbers: Tensor, region: Region) -> None:
-    """Adds each row to its group; see `add_records`."""
+    """Adds each row to its group; see `add_visits`."""
     if not bool((numbers[1:] >= numbers[:-1]).all()):
         order = torch.argsort(numbers, stable=True)
         numbers, sides = numbers[order], sides[order.to(sides.a.device)]
@@ -268,13 +205,20 @@ def add_segments(into: Tensor, sides: Sides, counts: Tensor, region: Region) -> 
         segment = torch.arange(len(counts)).repeat_interleave(counts).to(into.device)
         place = sides.a + top - region.rows.start
         inside = (place >= 0) & (place < height)
-        flat = into.flatten(0, 1)[:, here]
-        flat.index_add_(0, (segment * height + place)[inside], b[inside].to(into))
+        _add_places(into[:, :, here], (segment * height + place)[inside], b[inside])
         return
     first, last = max(region.rows.start, top), min(region.rows.stop, top + sides.a.shape[1])
     if first < last:
         target = into[:, first - region.rows.start : last - region.rows.start, here]
         _add_products(target, Sides(sides.a, b), counts, slice(first - top, last - top))
+
+
+def _add_places(into: Tensor, places: Tensor, b: Tensor) -> None:
+    """Adds each row where it belongs, counted through the groups; first those of one place."""
+    found, inverse = torch.unique(places, return_inverse=True)
+    sums = into.new_zeros(len(found), b.shape[1]).index_add_(0, inverse, b.to(into))
+    group, place = found // into.shape[1], found % into.shape[1]
+    into[group, place] += sums
 
 
 def _add_products(into: Tensor, sides: Sides, counts: Tensor, rows: slice) -> None:
@@ -285,10 +229,18 @@ def _add_products(into: Tensor, sides: Sides, counts: Tensor, rows: slice) -> No
         return
     b = _padded(b, counts).to(into)
     if b.ndim == 3:
-        into.baddbmm_(a[:, :, rows].transpose(1, 2), b)
+        _add_product(into, a[:, :, rows].mT, b)
         return
     by_groups = a.reshape(*a.shape[:2], b.shape[2], -1)
     into += torch.einsum("mcgo,mcgi->mgoi", by_groups, b).flatten(1, 2)[:, rows]
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left @ right`, turned if the target is: only in the order of memory it is fast."""
+    if into.stride(2) > into.stride(1):
+        into.mT.baddbmm_(right.mT, left.mT)
+    else:
+        into.baddbmm_(left, right)
 
 
 def _padded(rows: Tensor, counts: Tensor) -> Tensor:

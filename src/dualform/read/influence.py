@@ -19,17 +19,20 @@ from torch import Tensor, nn
 
 from dualform.errors import ReadingError, UnknownSampleError
 from dualform.ledger import Book
+from dualform.read.columns import longest
 from dualform.read.contributions import Source
 from dualform.read.explain import ends, query_batches
 from dualform.read.factors import EigenBases, ekfac
 from dualform.read.gradients import Gradients
-from dualform.read.grouped import Grouping, Records
-from dualform.read.matrix import Contributions, Turn, Weighing, longest, times
+from dualform.read.grouped import Grouping
+from dualform.read.matrix import Contributions, Turn, Weighing, times
 from dualform.read.natural import Natural
 from dualform.read.path import trapezoid
 from dualform.read.ridge import Lines, check_memory
 from dualform.read.scores import Scores
+from dualform.read.spotlight import nothing_by_row
 from dualform.read.targets import Asked, Parameters, Target
+from dualform.read.visits import Visits
 
 PANELS = 4
 """Between how many equal parts of the line gradients are averaged: more would change little."""
@@ -111,9 +114,7 @@ class Influencer:
             )
         asked, source = Asked(model, x, target), self._source
         if not source.ids:
-            raise UnknownSampleError(
-                "this run knows no samples: no layer of it was booked by row; audit() says why."
-            )
+            raise UnknownSampleError(f"this run knows no samples: {nothing_by_row(source.ledger)}.")
         if method in ("ridge", "fisher"):
             self._check(rank)
         lines = self._lines.setdefault((method, rank), Lines(rank))
@@ -181,12 +182,12 @@ class Influencer:
     def _rates(self, begin: int, end: int) -> Weighing:
         """Each record's learning rate, for the steps after `begin` up to `end`."""
 
-        def weigh(book: Book, records: Records) -> Tensor:
+        def weigh(book: Book, visits: Visits) -> Tensor:
             history = self._source.accounting.history(book)
             rates = torch.from_numpy(history.hyper[:, history.fields.index("lr")])
             factors = torch.from_numpy(self._source.accounting.factors(book))
-            inside = (records.steps > begin) & (records.steps <= end)
-            return -torch.where(inside, (rates * factors)[records.steps - 1], 0.0)
+            inside = (visits.steps > begin) & (visits.steps <= end)
+            return -torch.where(inside, (rates * factors)[visits.steps - 1], 0.0)
 
         return weigh
 
@@ -203,16 +204,14 @@ class Influencer:
         grouping = Grouping.by_sample(self._source.numbers)
         return Contributions(self._source.accounting, grouping, None, weighing, turn)
 
-    def _last_visits(self, book: Book, records: Records) -> Tensor:
+    def _last_visits(self, book: Book, visits: Visits) -> Tensor:
         """Each sample's own gradient, as it was when training last saw it."""
-        return -torch.where(records.last_visits(), records.batch_sizes(), 0).double()
+        return -torch.where(visits.last(), visits.batch_sizes(), 0).double()
 
 
 def gradients_at(asked: Asked, point: Parameters, queries: Any) -> dict[str, Tensor]:
     """(queries, *shape) for each parameter: gradients at one point."""
-    found = Gradients(asked, list(point))
-    parts = [found.integral([(1.0, point)], batch) for batch in asked.batches(queries)]
-    return {name: torch.cat([part[name] for part in parts]) for name in point}
+    return Gradients(asked, list(point)).integrals([(1.0, point)], queries)
 
 
 def _products(matrix: Contributions, directions: Parameters) -> Tensor:

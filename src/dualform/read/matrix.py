@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
 from typing import Protocol
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Term
-from dualform.memory.blocks import Sides, as_matrix, from_matrix, matrix_shape, through_views
+from dualform.memory.blocks import Sides, as_matrix, from_matrix, through_views
 from dualform.read.coefficients import Accounting, Span
-from dualform.read.grouped import Grouping, Receiver, Records, Region, add_groups, add_records
+from dualform.read.columns import Columns, shape_of
+from dualform.read.grouped import Grouping, Receiver, Region, add_groups, add_visits
 from dualform.read.scan import Chunk, Scan, row_sides
 from dualform.read.turning import Chain, Later
+from dualform.read.visits import Reused, Visits
 from dualform.record.optimizers import Modewise, Operator, ScalarRule, Sided, Turned
 
 COLUMN_BYTES = 256 << 20
@@ -31,49 +33,10 @@ COLUMN_BYTES = 256 << 20
 REPLAYED_BYTES = 512 << 20
 """How large the coefficients may be that are kept while one parameter's columns are made."""
 
-Weighing = Callable[[Book, Records], Tensor]
+Weighing = Callable[[Book, Visits], Tensor]
 """One number for each record: how much it counts."""
 Turn = Callable[[Book, Sides], Sides]
 """Rows of a book as they are to be added, such as in another basis."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Some columns of the matrix: what each group added to a part of one parameter's matrix."""
-
-    book: Book
-    term: Term
-    region: Region
-    values: Tensor
-    """(groups, columns)."""
-    scale: Tensor | float = 1.0
-    """(columns,): what they were divided by, so that directions must be multiplied by it."""
-
-    def of(self, directions: Tensor) -> Tensor:
-        """(directions, columns): the same part of directions (directions, *shape of the book)."""
-        part = self.region.of(self.matrices(directions))
-        return part.flatten(1).to(self.values) * self.scale
-
-    def lines(self, columns: Tensor) -> tuple[Tensor, ...]:
-        """(…, columns) as one (…, side) for each line along the matrix's longer side."""
-        height, width = _shape(self.book, self.term)
-        count = len(columns)
-        if height <= width:
-            return columns.reshape(count, *self.region.shape).unbind(1)
-        across = columns.reshape(-1, self.region.shape[1]).T.contiguous()  # the fastest way to turn
-        return across.view(len(across), count, -1).unbind()
-
-    def joined(self, lines: Sequence[Tensor]) -> Tensor:
-        """The inverse of `lines`."""
-        height, width = _shape(self.book, self.term)
-        return torch.stack(list(lines), 1 if height <= width else 2).flatten(1)
-
-    def matrices(self, directions: Tensor) -> Tensor:
-        """(directions, height, width): directions as the matrices that the columns are from."""
-        view, groups = self.term.view, self.term.groups
-        if view == "swapped":
-            return torch.stack([as_matrix(direction, view, groups) for direction in directions])
-        return directions.reshape(len(directions), *matrix_shape(self.book.shape, view, groups))
 
 
 class Contributions:
@@ -89,7 +52,7 @@ class Contributions:
         memory: int = COLUMN_BYTES,
     ) -> None:
         self._accounting, self._grouping, self._memory = accounting, grouping, memory
-        self._turn = turn
+        self._turn, self._gathered = turn, Reused()
         self._replayed: tuple[str, list[Span]] = ("", [])
         ledger = accounting.ledger
         self.books = [book for book in (books or ledger.info.books) if book.terms]
@@ -104,11 +67,12 @@ class Contributions:
 
     def columns(self, books: Sequence[Book] | None = None) -> Iterator[Columns]:
         """All columns (of some books), some at a time; each is valid until the next."""
-        buffer = torch.empty(0, device=self._accounting.device)
-        for parts in self._batches(self.books if books is None else books):
+        batches = list(self._batches(self.books if books is None else books))
+        widths = [sum(math.prod(part.region.shape) for part in parts) for parts in batches]
+        most = self.groups * max(widths, default=0)
+        buffer = torch.empty(most, device=self._accounting.device)
+        for parts in batches:
             sizes = [self.groups * math.prod(part.region.shape) for part in parts]
-            if buffer.numel() < sum(sizes):
-                buffer = buffer.new_empty(sum(sizes))
             views = torch.split(buffer[: sum(sizes)].zero_(), sizes)
             filled = [
                 replace(p, values=v.view(self.groups, -1))
@@ -116,6 +80,7 @@ class Contributions:
             ]
             self._fill(filled)
             yield from filled
+        self._gathered.clear()
 
     def _batches(self, books: Sequence[Book]) -> Iterator[list[Columns]]:
         """Parts that are made of the same streams, as many as fit into memory together."""
@@ -133,7 +98,7 @@ class Contributions:
     def _parts(self, book: Book) -> list[Columns]:
         """The book's matrix in parts that fit into memory: lines of the longer side, or of one."""
         term = next(iter(book.terms.values()))
-        height, width = _shape(book, term)
+        height, width = shape_of(book, term)
         shorter, longer = sorted((height, width))
         most = max(1, self._memory // (4 * max(1, self.groups)))
         regions = [Region.whole(height, width)]  # seen as other matrices, parts are not the same
@@ -154,26 +119,25 @@ class Contributions:
             for part, (into, _) in zip(parts, targets, strict=True):
                 own = part.book.terms[stream]
                 if not _alike(part.term, own):
-                    turned = _turned(into, part.book, own, part.term)
-                    part.values.view_as(turned).add_(turned)
+                    part.dense().add_(_turned(into, part.book, own, part.term))
 
     def _target(self, part: Columns, own: Term) -> tuple[Tensor, Region]:
         """Where rows are added: the part itself, or a matrix as they see it."""
         if _alike(part.term, own):
-            return part.values.view(self.groups, *part.region.shape), part.region
-        shape = _shape(part.book, own)
+            return part.dense(), part.region
+        shape = shape_of(part.book, own)
         return part.values.new_zeros(self.groups, *shape), Region.whole(*shape)
 
     def _add_weighed(
         self, stream: str, parts: Sequence[Columns], targets: Sequence[tuple[Tensor, Region]]
     ) -> None:
         assert self._weighing is not None
-        records, receivers = self.records[stream], []
+        visits, receivers = self.visits[stream], []
         for part, (into, region) in zip(parts, targets, strict=True):
             turn = partial(self._turn, part.book) if self._turn else None
-            weights = self._weighing(part.book, records)
+            weights = self._weighing(part.book, visits)
             receivers.append(Receiver(into, part.book.terms[stream], region, weights, turn))
-        add_records(records, self._grouping, receivers)
+        add_visits(visits, self._grouping, receivers)
 
     def _add_replayed(self, into: Tensor, book: Book, stream: str, region: Region) -> None:
         """In the order of time, since what a step made of its rows is an operator of its own.
@@ -195,7 +159,7 @@ class Contributions:
         self, into: Tensor, book: Book, stream: str, term: Term, region: Region, chain: Chain
     ) -> None:
         """What each basis makes of all that came before it, as far as it has not faded."""
-        whole = Region.whole(*_shape(book, term))
+        whole = Region.whole(*shape_of(book, term))
         sums = into.new_zeros(self.groups, *whole.shape)
         for tail, numbers in chain:
             self._add_steps(sums, book, stream, term, whole, numbers)
@@ -235,7 +199,7 @@ class Contributions:
         region: Region,
         operators: Mapping[int, Operator],
     ) -> None:
-        sides, whole = row_sides(chunk, term), Region.whole(*_shape(book, term))
+        sides, whole = row_sides(chunk, term), Region.whole(*shape_of(book, term))
         columns = [c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions)]
         groups, numbers = torch.unique(self._grouping.of(*columns), return_inverse=True)
         for step, some in chunk.by_step():
@@ -248,17 +212,20 @@ class Contributions:
             into.index_add_(0, groups[here].to(into.device), operator(sums))
 
     @cached_property
-    def records(self) -> dict[str, Records]:
-        """The records of each stream that feeds these books."""
+    def visits(self) -> dict[str, Visits]:
+        """The visits of each stream that feeds these books."""
         ledger, until = self._accounting.ledger, self._accounting.until
         names = {name for book in self.books for name in book.terms}
-        return {s.name: Records(ledger, s, until) for s in ledger.info.streams if s.name in names}
+        streams = [stream for stream in ledger.info.streams if stream.name in names]
+        found = {s.name: Visits(ledger, s, until, self._gathered) for s in streams}
+        self._gathered.least = max((visits.nbytes for visits in found.values()), default=0)
+        return found
 
-    def _coefficients(self, book: Book, records: Records) -> Tensor:
+    def _coefficients(self, book: Book, visits: Visits) -> Tensor:
         (span,) = self._accounting.spans([book])
         numbers = span.coefficients[book.name]
         assert isinstance(numbers, Tensor)
-        return numbers.cpu()[records.steps]
+        return numbers.cpu()[visits.steps]
 
 
 class Matrix(Protocol):
@@ -327,17 +294,8 @@ def _narrow(span: Span, book: Book) -> Span:
     return replace(span, coefficients={book.name: narrow})
 
 
-def _shape(book: Book, term: Term) -> tuple[int, int]:
-    return matrix_shape(book.shape, term.view, term.groups)
-
-
 def _cut(length: int, each: int) -> list[slice]:
     return [slice(at, min(at + each, length)) for at in range(0, length, each)]
-
-
-def longest(book: Book) -> int:
-    """The longer side of the book's matrix."""
-    return max(_shape(book, next(iter(book.terms.values()))))
 
 
 def _alike(term: Term, other: Term) -> bool:

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from dualform.ledger import Book
 from dualform.read.coefficients import Accounting
-from dualform.read.grouped import Grouping, Records
-from dualform.read.matrix import Columns, Contributions
+from dualform.read.columns import Columns
+from dualform.read.grouped import Grouping
+from dualform.read.matrix import Contributions
 from dualform.read.replay import Moment, kept_moment, step_gradients
+from dualform.read.visits import Visits
 from dualform.record.optimizers import (
     BY_ROW,
     Modewise,
@@ -72,9 +74,9 @@ class Natural:
             h = torch.where(gradient > 0, moved / gradient, 1.0).clamp_min_(SMALLEST)
             yield _divided(columns, h.sqrt_())
 
-    def _weights(self, book: Book, records: Records) -> Tensor:
+    def _weights(self, book: Book, visits: Visits) -> Tensor:
         """Gradients as the optimizer saw them, times its learning rate."""
-        return -self._rates(book)[records.steps - 1]
+        return -self._rates(book)[visits.steps - 1]
 
     def _rates(self, book: Book) -> Tensor:
         """(T,): the rate and the factor of each step's rows."""

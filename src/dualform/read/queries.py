@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -118,6 +119,11 @@ def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     >>> arguments((1, 2)), arguments({"x": 1}), arguments(1)
     (((1, 2), {}), ((), {'x': 1}), ((1,), {}))
     """
+    if isinstance(x, np.ndarray):
+        as_tensor = "torch.as_tensor(x)" + (".float()" if x.dtype.kind == "f" else "")
+        raise ReadingError(
+            f"x is an array of numpy, {x.dtype} of shape {x.shape}; give a tensor: {as_tensor}."
+        )
     if isinstance(x, Mapping):
         return (), dict(x)
     return (x if isinstance(x, tuple) else (x,)), {}
@@ -212,6 +218,10 @@ def check_model(
     model: nn.Module, recorded: Mapping[str, Tensor], ledger: Ledger, step: int
 ) -> None:
     """Makes sure that the model is the recorded one, as it was after `step`."""
+    if not isinstance(model, nn.Module):
+        raise ModelMismatchError(
+            f"the model is of type {type(model).__name__}; give the trained torch.nn.Module."
+        )
     given = dict(model.named_parameters())
     for book in ledger.info.books:
         shape = tuple(given[book.name].shape) if book.name in given else None
@@ -225,7 +235,8 @@ def check_model(
         weight, known = given[book.name].detach().cpu().double(), recorded[book.name].double()
         gap = float((weight - known).norm() / known.norm().clamp_min(1e-12))
         if gap > 1e-4:
+            run = "run" if step == ledger.last_step else f"run.at({step})"
             raise ModelMismatchError(
                 f"the model's '{book.name}' differs from the run's at step {step} by {gap:.1e} "
-                "(relative); load them: model.load_state_dict(run.state_dict(), strict=False)."
+                f"(relative); load them: model.load_state_dict({run}.state_dict(), strict=False)."
             )

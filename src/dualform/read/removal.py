@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from torch import Tensor
 
 from dualform.ledger.samples import SampleId
 from dualform.read.influence import Influence
 from dualform.read.scores import Array
-from dualform.read.shown import Shown, framed, pandas_frame, signed
+from dualform.read.shown import Shown, columns, framed, pandas_frame, signed
 from dualform.read.targets import Asked
 
 
@@ -45,10 +44,7 @@ class Removal(Shown):
         return frame
 
     def __rich__(self) -> Group:
-        table = Table()
-        table.add_column("query")
-        for name in ("before", "forgotten", "predicted"):
-            table.add_column(name, justify="right")
+        table = columns(("query", "before", "forgotten", "predicted"), words=("query",))
         shown = list(zip(self.queries, self.before, self.forgotten, self.predicted, strict=True))
         for query, *numbers in shown[:12]:
             table.add_row(query, *map(signed, numbers))

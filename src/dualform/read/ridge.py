@@ -9,7 +9,7 @@ is not dropped: there the matrix is taken for a multiple of the identity, its me
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
-from dualform.read.matrix import Columns, Matrix
+from dualform.read.columns import Columns
+from dualform.read.matrix import Matrix
+from dualform.read.sparse import SparseLines
 
 OVERSAMPLED = 16
 """How many more directions are tried than are kept."""
@@ -59,13 +61,13 @@ class Ridge:
         return float(self.M.diagonal().sum(dtype=torch.float64))
 
     def damped(self, damping: float) -> Damped:
-        """`K + λ` with `λ = damping · scale`, factored."""
+        """`K + λ` with `λ = damping · scale`, inverted."""
         added = damping * self.scale
         precise = self.trace > WELL_CONDITIONED * added
         system = self.M.double() if precise else self.M.clone()
         if added:  # something was contributed
             system.diagonal().add_(added)
-            system = torch.linalg.cholesky(system)
+            system = torch.cholesky_inverse(torch.linalg.cholesky(system)).mul_(added)
         return Damped(self, added, system)
 
 
@@ -76,43 +78,46 @@ class Damped:
     ridge: Ridge
     added: float
     """λ."""
-    root: Tensor
-    """The Cholesky factor of `M + λ`."""
+    inverse: Tensor
+    """`(1 + M / λ)⁻¹`."""
 
     def solve(self, b: Tensor) -> Tensor:
         """(side, queries): `(1 + K / λ)⁻¹ b`."""
-        b, Q, added = b.to(self.root).cpu(), self.ridge.Q, self.added
+        b, Q, added = b.to(self.inverse).cpu(), self.ridge.Q, self.added
         if not added:
             return b
-        b = b * added
         if Q is None:
-            return torch.cholesky_solve(b, self.root)
+            return (b.T @ self.inverse).T  # which is symmetric
         Q = Q.to(b)
         inside = Q.T @ b
-        outside = (b - Q @ inside) / (added + self.ridge.tail)
-        return Q @ torch.cholesky_solve(inside, self.root) + outside
+        outside = (b - Q @ inside) * (added / (added + self.ridge.tail))
+        return Q @ (self.inverse @ inside) + outside
 
     def left(self) -> float:
         """The trace of `K (1 + K / λ)⁻¹`: what solving leaves of K."""
         Q, M, tail, added = self.ridge.Q, self.ridge.M, self.ridge.tail, self.added
         if not added:
             return 0.0
-        kept = (torch.cholesky_inverse(self.root) * M).sum(dtype=torch.float64)
+        kept = torch.dot(self.inverse.reshape(-1), M.to(self.inverse).reshape(-1))
         outside = 0 if Q is None else len(Q) - len(M)
-        return added * float(kept) + outside * tail * added / (added + tail)
+        return float(kept) + outside * tail * added / (added + tail)
 
 
 def make_ridge(X: Tensor, rank: int, samples: int) -> Ridge:
     """K itself where the rank is as large as its side, else its leading directions."""
     side = len(X)
     if rank >= side:
-        K = _gram(X).cpu()
-        return Ridge(None, K, 0.0, float(K.diagonal().sum(dtype=torch.float64)), samples)
+        return exact_ridge(_gram(X), samples)
     tried = min(rank + OVERSAMPLED, side)
     start = torch.randn(side, tried, generator=torch.Generator().manual_seed(0))
     basis = torch.linalg.qr(_times_gram(X, start)).Q
     trace = float(X.square().sum(dtype=torch.float64))
     return _nystrom(basis, _times_gram(X, basis), rank, trace, samples)
+
+
+def exact_ridge(K: Tensor, samples: int) -> Ridge:
+    """K itself."""
+    return Ridge(None, K.cpu(), 0.0, float(K.diagonal().sum(dtype=torch.float64)), samples)
 
 
 def _gram(X: Tensor) -> Tensor:
@@ -144,12 +149,34 @@ def _nystrom(basis: Tensor, product: Tensor, rank: int, trace: float, samples: i
     return Ridge(Q, M, left / max(1, len(Q) - rank), trace, samples)
 
 
+@dataclass
+class _Sums:
+    """What solving leaves, over all lines."""
+
+    trace: float = 0.0
+    inside: float = 0.0
+    left: float = 0.0
+
+    def add(self, line: Damped) -> Damped:
+        """Takes a line, and hands it on."""
+        self.trace += line.ridge.trace
+        self.inside += line.ridge.inside
+        self.left += line.left()
+        return line
+
+    def shares(self) -> tuple[float, float]:
+        """How much of the trace is inside of the bases, and how much is left."""
+        if not self.trace:
+            return 1.0, 1.0
+        return self.inside / self.trace, self.left / self.trace
+
+
 class Lines:
     """All lines of a matrix, solved one by one; what does not depend on queries is kept."""
 
     def __init__(self, rank: int | None) -> None:
         self._rank = rank
-        self._known: dict[tuple[str, int, int], Ridge] = {}
+        self._known: dict[tuple[str, int, int], list[Ridge]] = {}
         self._bytes = 0
         self._left: dict[float, float] = {}
         self.kept = 1.0
@@ -163,45 +190,62 @@ class Lines:
         """(samples, queries): `Σ C (1 + CᵀC/λ)⁻¹ g`, in one scan."""
         queries = len(next(iter(directions.values())))
         total = torch.zeros(matrix.groups, queries, dtype=torch.float64)
-        inside, left, trace = 0.0, 0.0, 0.0
+        sums = _Sums()
         for columns in matrix.columns():
-            asked = columns.of(directions[columns.book.name])
-            lines = list(zip(columns.lines(columns.values), columns.lines(asked), strict=True))
-            ridges = [self._ridge(columns, at, C) for at, (C, _) in enumerate(lines)]
-            damped = [ridge.damped(damping) for ridge in ridges]
-            total += _solved(columns, lines, damped)
+            asked = columns.lines(columns.of(directions[columns.book.name]))
+            C = columns.lines(columns.values)
+            sparse = SparseLines.of(C) if self._exact(C) else None
+            ridges = self._ridges(columns, C, sparse)
+            damped: Iterable[Damped] = (ridge.damped(damping) for ridge in ridges)
             if damping not in self._left:
-                inside += sum(ridge.inside for ridge in ridges)
-                left += sum(one.left() for one in damped)
-                trace += sum(ridge.trace for ridge in ridges)
+                damped = map(sums.add, damped)
+            total += _solved(C, sparse, asked, damped)
         if damping not in self._left:
-            self.kept = inside / trace if trace else 1.0
-            self._left[damping] = left / trace if trace else 1.0
+            self.kept, self._left[damping] = sums.shares()
         return total
 
-    def _ridge(self, columns: Columns, at: int, C: Tensor) -> Ridge:
-        key = (columns.book.name, columns.region.rows.start, columns.region.columns.start + at)
-        if key in self._known:
-            return self._known[key]
-        ridge = make_ridge(C.T if _tall(C) else C, rank_of(min(C.shape), self._rank), len(C))
-        size = ridge.M.nbytes + (0 if ridge.Q is None else ridge.Q.nbytes)
-        if self._bytes + size <= KEPT_BYTES:
-            self._known[key] = ridge
-            self._bytes += size
-        return ridge
+    def _exact(self, C: Tensor) -> bool:
+        """Whether lines are inverted exactly, through their own side."""
+        return _tall(C) and rank_of(C.shape[2], self._rank) >= C.shape[2]
+
+    def _ridges(self, columns: Columns, C: Tensor, sparse: SparseLines | None) -> list[Ridge]:
+        """One for each line; known ones are not made again."""
+        key = (columns.book.name, columns.region.rows.start, columns.region.columns.start)
+        if key not in self._known:
+            ridges = self._made(C, sparse)
+            size = sum(r.M.nbytes + (0 if r.Q is None else r.Q.nbytes) for r in ridges)
+            if self._bytes + size > KEPT_BYTES:
+                return ridges
+            self._known[key], self._bytes = ridges, self._bytes + size
+        return self._known[key]
+
+    def _made(self, C: Tensor, sparse: SparseLines | None) -> list[Ridge]:
+        if sparse is not None:
+            return [exact_ridge(K, len(C)) for K in sparse.grams()]
+        rank = rank_of(min(C.shape[0], C.shape[2]), self._rank)
+        tall = _tall(C)
+        return [make_ridge(line.T if tall else line, rank, len(C)) for line in C.unbind(1)]
 
 
 def _tall(C: Tensor) -> bool:
-    return C.shape[0] >= C.shape[1]
+    return C.shape[0] >= C.shape[2]
 
 
-def _solved(columns: Columns, lines: list[tuple[Tensor, Tensor]], damped: list[Damped]) -> Tensor:
-    """(samples, queries): what some lines add; where samples are many, by one product for all."""
-    pairs = list(zip(lines, damped, strict=True))
-    if not _tall(lines[0][0]):
-        return torch.stack([one.solve(C @ g.T).double() for (C, g), one in pairs]).sum(0)
-    solved = [one.solve(g.T).T.to(g) for (_, g), one in pairs]
-    return (columns.values @ columns.joined(solved).T).double().cpu()
+def _solved(
+    C: Tensor, sparse: SparseLines | None, asked: Tensor, damped: Iterable[Damped]
+) -> Tensor:
+    """(samples, queries): what some lines add; where samples are many, by one product for all.
+
+    What is asked is lost: the solutions take its place.
+    """
+    if not _tall(C):
+        lines = zip(C.unbind(1), asked.unbind(1), damped, strict=True)
+        return torch.stack([one.solve(line @ g.T).double() for line, g, one in lines]).sum(0)
+    for g, one in zip(asked.unbind(1), damped, strict=True):
+        g.copy_(one.solve(g.T).T)
+    if sparse is not None:
+        return sparse.times(asked).double().cpu()
+    return (C.flatten(1) @ asked.flatten(1).T).double().cpu()
 
 
 def rank_of(side: int, rank: int | None) -> int:

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
 from dualform.errors import ReadingError, UnknownSampleError, UnknownStepError
 from dualform.ledger import Ledger, Samples
 from dualform.ledger.format import BUFFER, STATE, RunInfo
-from dualform.ledger.samples import SampleId, decode_ids
+from dualform.ledger.samples import SampleId, decode_ids, plain_list
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import Source
@@ -27,8 +26,8 @@ from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
 from dualform.read.removal import Removal, make_removal
 from dualform.read.scores import Scores
-from dualform.read.shown import Shown, framed
-from dualform.read.spotlight import Spotlight, unknown_layer
+from dualform.read.shown import Shown, columns, framed, moment
+from dualform.read.spotlight import Spotlight, nothing_by_row, unknown_layer
 from dualform.read.suspicion import make_suspicion
 from dualform.read.targets import Asked, Target
 from dualform.read.timeline import Bins, Timeline
@@ -250,7 +249,8 @@ class Run(Shown):
 
     def revisit(self, ids: Sequence[SampleId], output: Outputs = None) -> Spotlight:
         """Like `spotlight`, for training samples as each layer last saw them; needs no model."""
-        found = last_seen(self._ledger, self._numbers(ids), list(ids), self._weights, self.steps)
+        numbers = self._numbers(ids)
+        found = last_seen(self._ledger, numbers, plain_list(ids), self._weights, self.steps)
         return Spotlight(found, output, self.source)
 
     def timeline(
@@ -295,21 +295,29 @@ class Run(Shown):
             x, target: as in `explain`.
         """
         forgotten, influence = self.forget(ids), self.influence(model, x, target)
-        return make_removal(Asked(model, x, target), ids, self._weights, forgotten, influence)
+        asked, named = Asked(model, x, target), plain_list(ids)
+        return make_removal(asked, named, self._weights, forgotten, influence)
 
     def __rich__(self) -> Group:
-        table = Table(show_header=False)
+        table = columns(("fact", "value"), words=("fact", "value"))
+        table.show_header = False
         facts = self.info.metadata
         lines = {
-            "steps": f"{self.steps:,}",
-            "samples": f"{len(self._names[1]):,}",
+            "steps": f"{self.steps:,}" if self._ledger.last_step else "none committed yet",
+            "samples": f"{len(self._names[1]):,}{', each seen once' if self._seen_once else ''}",
             "layers by row": ", ".join(self.layers) or "none",
             "optimizer": str(facts.get("optimizer", "")),
-            "recorded": f"{facts.get('created', '')}, {self.nbytes / 1e6:,.1f} MB",
+            "recorded": f"{moment(facts.get('created', ''))}, {self.nbytes / 1e6:,.1f} MB",
         }
         for name, line in lines.items():
             table.add_row(name, Text(line))
         return framed(f"run {self.path}", table)
+
+    @property
+    def _seen_once(self) -> bool:
+        """Whether no sample came twice: so it looks where a loop of epochs did not name them."""
+        visits = self._ledger.column("batches")
+        return len(visits) > 0 and int(visits[:, 1].sum()) == len(self._names[1])
 
     @cached_property
     def _accounting(self) -> Accounting:
@@ -355,11 +363,9 @@ class Run(Shown):
         if isinstance(ids, str | int):
             raise ReadingError(f"got the id {ids!r}; give a list of ids: [{ids!r}].")
         if not names:
-            raise UnknownSampleError(
-                "this run knows no samples: no layer of it was booked by row; audit() says why."
-            )
+            raise UnknownSampleError(f"this run knows no samples: {nothing_by_row(self._ledger)}.")
         position = {name: at for at, name in enumerate(names)}
-        given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        given = plain_list(ids)
         for name in given:
             if name not in position:
                 raise UnknownSampleError(

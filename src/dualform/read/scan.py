@@ -30,7 +30,8 @@ class RowColumns:
         self._shard = shard
         self._segments = shard.file.read(f"{stream}/segments")
         at = order[torch.searchsorted(batches, self._segments[:, 1].contiguous())]
-        self._begins, self._counts = begins[at], sizes[at] * self._segments[:, 2]
+        self._begins, self._sizes = begins[at], sizes[at]
+        self._counts = self._sizes * self._segments[:, 2]
         if int(self._counts.sum()) != shard.file.rows(f"{stream}/keys"):
             raise CorruptError(f"'{shard.path}': the segments of '{stream}' do not fit its rows.")
 
@@ -39,6 +40,15 @@ class RowColumns:
         steps = self._segments[:, 0]
         start = int(self._counts[steps < first].sum())
         return start, start + int(self._counts[(steps >= first) & (steps <= last)].sum())
+
+    def visits(self, until: int) -> Tensor:
+        """(4, visits) until a step: the first record, how many there are, the step and sample."""
+        steps, _, each = (column.repeat_interleave(self._sizes) for column in self._segments.T[:3])
+        begins = self._sizes.cumsum(0) - self._sizes
+        at = torch.arange(len(each)) + (self._begins - begins).repeat_interleave(self._sizes)
+        samples = self._shard.file.read("samples")[at]
+        found = torch.stack([each.cumsum(0) - each, each, steps, samples])
+        return found[:, (steps <= until) & (each > 0)]
 
     @cached_property
     def steps(self) -> Tensor:

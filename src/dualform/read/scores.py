@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -14,10 +14,22 @@ from rich.text import Text
 
 from dualform.errors import ReadingError
 from dualform.ledger.samples import Label, SampleId
-from dualform.read.shown import Amounts, Shown, framed, matplotlib_axes, pandas_frame, signed
+from dualform.read.shown import (
+    Amounts,
+    Shown,
+    columns,
+    framed,
+    matplotlib_axes,
+    pandas_frame,
+    signed,
+)
 
 Array: TypeAlias = NDArray[np.float64]
 Groups: TypeAlias = str | Mapping[SampleId, Label] | Callable[[SampleId], Label]
+
+BY_STEP = "booked by step"
+SHOWN = 20
+"""How many queries of a ranking are printed."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,7 @@ class Check:
         return {
             "initial": float(self.initial[query]),
             "evidence": float(self.evidence[query]),
-            "booked by step": float(self.steps[query]),
+            BY_STEP: float(self.steps[query]),
             "remainder": float(self.remainder[query]),
             "total": float(self.total[query]),
         }
@@ -93,20 +105,26 @@ class Scores(Amounts):
     def plot(self, query: int = 0, axes: Any = None) -> Any:
         """Amounts sorted by value within each label (without labels: all together)."""
         axes = matplotlib_axes(axes)
-        offset = 0
+        offset, middles = 0, dict[str, float]()
         for label in sorted({self.labels.get(i, "") for i in self.ids}, key=str):
             chosen = [at for at, i in enumerate(self.ids) if self.labels.get(i, "") == label]
             heights = np.sort(self.values[chosen, query])[::-1]
             axes.fill_between(np.arange(offset, offset + len(heights)), heights, step="mid")
-            axes.annotate(str(label), (offset + len(heights) / 2, 0), ha="center", va="bottom")
+            middles[str(label)] = offset + len(heights) / 2
             offset += len(heights)
+        names = [name if len(name) <= 16 else f"{name[:15]}…" for name in middles]
+        slanted = max(map(len, names), default=0) > 3
+        axes.set_xticks(list(middles.values()), names, rotation=45 if slanted else 0)
         axes.set_xlabel("samples, sorted within each label")
         axes.set_ylabel(f"{self.title} to {self.queries[query]}")
         return axes
 
     def __rich__(self) -> Group:
-        title = f"{self.title}: the largest of {len(self.ids):,}, for {len(self.queries)} queries"
-        return framed(title, self.top(5).table, self.note)
+        several = f", for {len(self.queries)} queries" if len(self.queries) > 1 else ""
+        best = self.top(5)
+        notes = [note for note in (best.note, self.note) if note]
+        title = f"{self.title}: the largest of {len(self.ids):,}{several}"
+        return framed(title, best.table, "\n".join(notes))
 
     @property
     def note(self) -> str:
@@ -191,6 +209,12 @@ class Ranking(Shown):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __iter__(self) -> Iterator[Ranked]:
+        return iter(self.rows)
+
+    def __getitem__(self, at: int) -> Ranked:
+        return self.rows[at]
+
     def to_pandas(self) -> Any:
         """A data frame with one row a line of the ranking."""
         names = list(Ranked.__dataclass_fields__)
@@ -206,17 +230,26 @@ class Ranking(Shown):
         return axes
 
     def __rich__(self) -> Group:
-        return framed(self.title, self.table)
+        return framed(self.title, self.table, self.note)
+
+    @property
+    def note(self) -> str:
+        """What stands below the table: of how many queries it shows the first."""
+        count = len(set(self._queries))
+        return f"{SHOWN} of {count:,} queries shown" if count > SHOWN else ""
+
+    @property
+    def _queries(self) -> list[str]:
+        return [row.query for row in self.rows]
 
     @property
     def table(self) -> Table:
-        """The lines as a rich table, without a title."""
-        table = Table()
+        """The lines of the first queries as a rich table, without a title."""
         names = ["query", "id", "label", "value", "step", "position"]
         shown = [n for n in names if any(getattr(row, n) is not None for row in self.rows)]
-        for name in shown:
-            table.add_column(name, justify="right" if name in ("value", "step") else "left")
-        for row in self.rows:
+        table = columns(shown, words=("query", "id", "label", "position"))
+        first = set(list(dict.fromkeys(self._queries))[:SHOWN])
+        for row in (row for row in self.rows if row.query in first):
             cells = {name: getattr(row, name) for name in shown} | {"value": signed(row.value)}
             table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells.values()))
         return table
@@ -227,5 +260,7 @@ def _sum_line(check: Check | None) -> str:
         return ""
     parts = check.lines(0)
     total = parts.pop("total")
+    if not check.steps.any():
+        del parts[BY_STEP]
     summed = " ".join(f"{signed(value)} ({name})" for name, value in parts.items())
     return f"first query: {summed} = {signed(total)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
 from typing import Any
 
@@ -24,6 +24,14 @@ def framed(title: str, table: Table, note: str = "") -> Group:
     """A table between its title and a note, neither of them squeezed to its width."""
     parts: list[RenderableType] = [Text(title, style="bold"), table]
     return Group(*parts, *([Text(note, style="dim")] if note else []))
+
+
+def columns(names: Iterable[str], words: Collection[str]) -> Table:
+    """An empty table: words to the left, numbers to the right; folded, never cut off."""
+    table = Table()
+    for name in names:
+        table.add_column(Text(name), justify="left" if name in words else "right", overflow="fold")
+    return table
 
 
 class Shown(ABC):
@@ -64,6 +72,9 @@ class Amounts(Shown):
         """(lines, queries) as numpy."""
         return self.values
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.values, dtype) if copy else np.asarray(self.values, dtype)
+
     def tensor(self) -> Tensor:
         """(lines, queries) as a torch tensor."""
         return torch.from_numpy(self.values)
@@ -78,6 +89,15 @@ class Amounts(Shown):
 def signed(value: float) -> str:
     """A number with its sign, four digits: +0.1234."""
     return f"{value:+.4g}"
+
+
+def moment(created: object) -> str:
+    """A time as a run's metadata has it, for people.
+
+    >>> moment("2026-11-16T14:49:51+00:00")
+    '2026-11-16 14:49:51 UTC'
+    """
+    return str(created).replace("T", " ").replace("+00:00", " UTC")
 
 
 def matplotlib_axes(axes: Any = None) -> Any:

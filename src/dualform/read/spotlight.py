@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from dualform.errors import ReadingError, UnknownLayerError
-from dualform.ledger import Book
+from dualform.ledger import Book, Ledger
 from dualform.memory import Memory
 from dualform.read.contributions import Largest, LayerRows, Source
 from dualform.read.grouped import Grouping
 from dualform.read.queries import LayerQueries, Outputs, directions
 from dualform.read.scan import Chunk, Scan
-from dualform.read.scores import Array, Check, Groups, Ranked, Ranking, Scores
-from dualform.read.shown import Shown, framed, signed
+from dualform.read.scores import BY_STEP, Array, Check, Groups, Ranked, Ranking, Scores
+from dualform.read.shown import Shown, columns, framed, signed
 from dualform.read.timeline import Timeline, make_timeline
 from dualform.read.weights import initial_part, step_part
 
@@ -55,7 +54,7 @@ class Spotlight(Mapping[str, "Reading"], Shown):
     def last(self) -> Reading:
         """The reading of the last layer: the model's output, as a rule."""
         if not self._queries:
-            raise ReadingError("no layer of this run was booked by row; run.audit() says why.")
+            raise ReadingError(f"{nothing_by_row(self._source.ledger)}.")
         return self[list(self._queries)[-1]]
 
     def __iter__(self) -> Iterator[str]:
@@ -65,9 +64,7 @@ class Spotlight(Mapping[str, "Reading"], Shown):
         return len(self._queries)
 
     def __rich__(self) -> Group:
-        table = Table()
-        for name in ("layer", "inputs", "outputs", "queries"):
-            table.add_column(name, justify="left" if name == "layer" else "right")
+        table = columns(("layer", "inputs", "outputs", "queries"), words=("layer",))
         for name, queries in self._queries.items():
             keys, values = queries.inputs.shape[1], queries.outputs.shape[1]
             table.add_row(Text(name), str(keys), str(values), str(len(queries.names)))
@@ -196,12 +193,11 @@ class Reading(Shown):
         return Check(initial, evidence, steps, total - initial - steps - evidence, total)
 
     def __rich__(self) -> Group:
-        table = Table()
-        table.add_column("query")
-        for name in self.check.lines(0):
-            table.add_column(name, justify="right")
+        shown = [name for name in self.check.lines(0) if name != BY_STEP or self.check.steps.any()]
+        table = columns(("query", *shown), words=("query",))
         for at, name in enumerate(self.names[:12]):
-            table.add_row(name, *(signed(value) for value in self.check.lines(at).values()))
+            lines = self.check.lines(at)
+            table.add_row(Text(name), *(signed(lines[part]) for part in shown))
         note = f"12 of {len(self.names)} queries shown" if len(self.names) > 12 else ""
         return framed(f"layer {self.layer}: its output, and what it is made of", table, note)
 
@@ -270,7 +266,17 @@ class Reading(Shown):
         return Ranked(self.names[int(query)], name, label, value, int(step), int(position))
 
 
+def nothing_by_row(ledger: Ledger) -> str:
+    """Why a run has no layers to read."""
+    if not ledger.last_step:
+        return (
+            "no step of this run is committed yet; a recording commits every 30 seconds, at "
+            "recorder.checkpoint() and at its end"
+        )
+    return "no layer of this run was booked by row; run.audit() says why"
+
+
 def unknown_layer(layer: str, known: Sequence[str]) -> UnknownLayerError:
     """Says which layers there are."""
     names = ", ".join(f"'{name}'" for name in known) or "no layer by row"
-    return UnknownLayerError(f"layer '{layer}' is not in this run; it recorded {names}.")
+    return UnknownLayerError(f"layer {layer!r} is not in this run; it recorded {names}.")

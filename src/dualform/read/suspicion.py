@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dualform.errors import ReadingError
 from dualform.read.contributions import Source
 from dualform.read.scan import Scan
 from dualform.read.scores import Array, Scores
@@ -41,6 +42,10 @@ def row_errors(source: Source, layer: str) -> RowErrors:
         (c.values.norm(dim=1).double(), torch.searchsorted(numbers, c.samples.long()), c.steps)
         for c in Scan(source.ledger, source.ledger.info.stream(layer), source.until, source.device)
     ]
+    if not found:
+        raise ReadingError(
+            f"layer '{layer}' has no rows up to step {source.until}; ask at a later step."
+        )
     return RowErrors(*(torch.cat(parts).cpu().numpy() for parts in zip(*found, strict=True)))
 
 

@@ -47,7 +47,10 @@ class Asked:
         given = first_tensor(x)
         if given is None or not given.numel():
             held = "no tensor" if given is None else f"one of shape {tuple(given.shape)}"
-            raise ReadingError(f"x must hold queries as a tensor, at least one; it holds {held}.")
+            raise ReadingError(
+                f"x must hold queries as a tensor, at least one; it holds {held}. "
+                "torch.as_tensor(x) makes one of an array."
+            )
         self.model = model
         self.axis = min(usual_axis(model), given.ndim - 1)
         """Which dimension of x counts the queries."""
@@ -213,7 +216,7 @@ def _outputs(output: Any) -> Tensor:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ReadingError(
             f"a class is asked for, but the model gives {shape} and not (queries, classes); give "
-            "a function of one query's output: target=lambda out: out[0, -1, 3]."
+            "x as a batch, or a function of one query's output: target=lambda out: out[0, -1, 3]."
         )
     return found
 

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from rich.console import Group
-from rich.table import Table
 from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.ledger import Ledger
 from dualform.read.scan import batch_samples
 from dualform.read.scores import Array, Check
-from dualform.read.shown import Amounts, framed, matplotlib_axes, signed
+from dualform.read.shown import Amounts, columns, framed, matplotlib_axes, signed
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,10 +56,7 @@ class Timeline(Amounts):
         return axes
 
     def __rich__(self) -> Group:
-        table = Table()
-        table.add_column(self.unit, justify="right")
-        for name in self.queries[:6]:
-            table.add_column(name, justify="right")
+        table = columns((self.unit, *self.queries[:6]), words=())
         shown = np.unique(np.linspace(0, len(self.at) - 1, min(len(self.at), 12)).astype(int))
         for at in shown:
             table.add_row(str(self.at[at]), *(signed(v) for v in self.values[at, :6]))

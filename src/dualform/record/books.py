@@ -15,6 +15,7 @@ from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
 from dualform.record.plan import Plan, reason_of, refusals
 from dualform.record.probe import Look
 from dualform.record.settle import Span, Step
+from dualform.record.tape import calls_are_dear
 
 PROBED_ROWS = 128
 """Higher matrices are probed at so many neighboring rows, others after each parcel."""
@@ -193,34 +194,28 @@ class Books:
         return states, gradients
 
     def _probe(self, step: Step, gradients: dict[str, Tensor]) -> None:
-        """`u = G r` for matrices; columns are taken as they are, all in one operation."""
-        columns: list[Tensor] = []
-        names: list[str] = []
-        for name, gradient in gradients.items():
-            look = self._looks[name]
-            if look.vectors is None:
-                flat = gradient.reshape(-1)
-                columns.append(flat if look.height == len(flat) else flat[look.rows])
-                names.append(name)
-            else:
-                step.probes[name] = self._times_vectors(name, gradient, look)
-        if columns:
-            step.columns = (self._interned(tuple(names)), torch.cat(columns))
+        """`u = G r` for matrices, columns as they are; all in one piece."""
+        probe = torch.cat([self._seen(name, gradient) for name, gradient in gradients.items()])
         scale = getattr(self._optimizer, "grad_scale", None)  # fused optimizers unscale themselves
         if scale is not None:
-            step.unscale(scale)
+            probe = probe / scale.to(probe.device)
+        step.probe = (self._interned(tuple(gradients)), probe)
 
-    def _times_vectors(self, name: str, gradient: Tensor, look: Look) -> Tensor:
-        term, vectors = self._terms[name], look.vectors
-        assert vectors is not None
+    def _seen(self, name: str, gradient: Tensor) -> Tensor:
+        """What a step keeps of a gradient."""
+        look = self._looks[name]
+        if look.vectors is None:
+            flat = gradient.reshape(-1)
+            return flat if look.height == len(flat) else flat[look.rows]
         if gradient.is_sparse:
-            product: Tensor = torch.sparse.mm(gradient, vectors)
-            return product[look.rows]
+            product: Tensor = torch.sparse.mm(gradient, look.vectors)
+            return product[look.rows].flatten()
+        term = self._terms[name]
         if term.view == "swapped" or gradient.ndim > 2:
             gradient = as_matrix(gradient, term.view, term.groups)
         if look.height != len(gradient):
             gradient = gradient[look.rows]
-        return gradient @ vectors
+        return (gradient if look.later else gradient @ look.vectors).flatten()
 
     def _interned(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The same object for the same names, so that steps can be told to be alike at a glance."""
@@ -236,7 +231,8 @@ class Books:
         first = min(self._turn * rows % height, max(0, height - rows))
         if name not in self._vectors:
             self._vectors[name] = None if term.view == "flat" else self._random(name, height, width)
-        return Look(slice(first, min(first + rows, height)), self._vectors[name])
+        later = term.form == "outer" and calls_are_dear(parameter)
+        return Look(slice(first, min(first + rows, height)), self._vectors[name], later)
 
     def _random(self, name: str, height: int, width: int) -> Tensor:
         generator = torch.Generator().manual_seed(self._columns[name])  # the user's stays untouched

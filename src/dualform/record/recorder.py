@@ -20,9 +20,9 @@ from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
 from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
 from dualform.record.plan import Plan, is_nested, make_plan, torch_optimizer, uncompiled
-from dualform.record.probe import settle_factors
-from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step
+from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step, probes_of
 from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
+from dualform.record.tally import settle_factors
 from dualform.record.watch import Watch
 
 FLUSH_SECONDS = 30.0
@@ -46,6 +46,8 @@ class Recorder:
     ...     recorder.checkpoint()
     >>> recorder.step
     1
+    >>> recorder
+    Recorder('.../run', not recording, step 1)
     """
 
     def __init__(
@@ -66,6 +68,10 @@ class Recorder:
         self._dataset, self._resume, self._overwrite = dataset, resume, overwrite
         self._buffer_bytes = buffer_bytes
         self._handles: list[RemovableHandle] = []
+
+    def __repr__(self) -> str:
+        state = "recording" if self._handles else "not recording"
+        return f"Recorder({str(self.path)!r}, {state}, step {self.step})"
 
     def __enter__(self) -> Recorder:
         model, optimizer = self._model, self._optimizer
@@ -106,7 +112,7 @@ class Recorder:
         self._current: Step | None = None
         self._due: tuple[bool, str] | None = None
         """How the steps so far are to be handed over: whether as a shard, and its mark."""
-        self._change_bytes = self._shard_bytes = self._unwitnessed = 0
+        self._step_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
         self._keep_by_step(set(opened.by_step))
         self._eagerly = uncompiled()
@@ -244,7 +250,8 @@ class Recorder:
 
     def _refuse_unnamed(self, step: Step) -> None:
         """Forgotten ids are an error where the gradient has rows of them in it."""
-        evidence, _, _ = settle_factors(self._settler.evidence([step], self._watch.peek()))
+        accounts = self._settler.evidence([step], self._watch.peek(), probes_of([step]))
+        evidence, _, _ = settle_factors(accounts)
         used = {number for account in evidence for number in account.batches(0)}
         if not used.isdisjoint(self._watch.overdue):
             raise RecordingError(
@@ -254,11 +261,10 @@ class Recorder:
 
     def _verify(self, step: Step) -> dict[str, str]:
         """Holds books that are new against their gradients; returns those that fail, and why."""
-        shown = [*step.probes.values(), *([step.columns[1]] if step.columns else [])]
-        if not all(bool(probe.isfinite().all()) for probe in shown):
+        if step.probe is None or not bool(step.probe[1].isfinite().all()):
             return {}
-        found = settle_factors(self._settler.evidence([step], self._watch.peek()))
-        evidence, factors, agreed = found
+        accounts = self._settler.evidence([step], self._watch.peek(), probes_of([step]))
+        evidence, factors, agreed = settle_factors(accounts)
         failed: dict[str, str] = {}
         for at, account in enumerate(evidence):
             if isinstance(self._rule, StateRule):
@@ -267,7 +273,7 @@ class Recorder:
                 failed |= {
                     book: self._watch.strays.get(book, UNEXPLAINED) for book in account.looks
                 }
-        seen = {*step.probes, *(step.columns[0] if step.columns else ())}
+        seen = set(step.probe[0])
         new = seen & self._books.unverified
         self._books.unverified -= seen
         return {book: reason for book, reason in failed.items() if book in new}
@@ -288,8 +294,8 @@ class Recorder:
         self.step = step.number
         self._watch.end_step()
         self._steps.append(step)
-        self._change_bytes += step.nbytes
-        size = self._watch.bytes + self._change_bytes
+        self._step_bytes += step.nbytes
+        size = self._watch.bytes + self._step_bytes
         overdue = time.monotonic() - self._flushed > FLUSH_SECONDS
         if self._must_keep(step.states):
             self._due = (True, "state")
@@ -308,7 +314,7 @@ class Recorder:
 
     def _hand_over(self, flush: bool, mark: str = "") -> None:
         """Gives the steps so far to the writer's thread, with the weights where they are due."""
-        size = self._watch.bytes + self._change_bytes
+        size = self._watch.bytes + self._step_bytes
         self._shard_bytes += size
         self._unwitnessed += size
         weights = None
@@ -316,7 +322,7 @@ class Recorder:
             weights, self._unwitnessed = self._kept(), 0
         if flush:
             self._shard_bytes, self._flushed = 0, time.monotonic()
-        steps, self._steps, self._change_bytes, self._due = self._steps, [], 0, None
+        steps, self._steps, self._step_bytes, self._due = self._steps, [], 0, None
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
         now = self._books.glances.take()

@@ -21,10 +21,9 @@ from dualform.record.probe import (
     Feed,
     Look,
     StreamRows,
-    joined,
     lay_out,
-    settle_factors,
 )
+from dualform.record.tally import on_host, settle_factors
 from dualform.record.tape import Batch, Page
 from dualform.record.watch import Port
 
@@ -48,25 +47,17 @@ class Step:
     looks: dict[str, Look]
     """How each book kept by row was probed; a book's stays the same throughout a parcel."""
     notes: list[dict[str, Any]] = field(default_factory=list)
-    probes: dict[str, Tensor] = field(default_factory=dict)
-    """Of the matrices that the step touches by row."""
-    columns: tuple[tuple[str, ...], Tensor] | None = None
-    """Of the parameters that are single columns: their names, and their probes end to end."""
+    probe: tuple[tuple[str, ...], Tensor] | None = None
+    """The books that the step touches by row, and what was kept of their gradients, end to end."""
     changes: dict[str, Tensor] = field(default_factory=dict)
     before: Glance = ()
     after: Glance = ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the observed changes."""
-        return sum([change.nbytes for change in self.changes.values()])
-
-    def unscale(self, scale: Tensor) -> None:
-        """Divides the probes, as the optimizer will divide the gradients."""
-        self.probes = {name: p / scale.to(p.device) for name, p in self.probes.items()}
-        if self.columns is not None:
-            names, probes = self.columns
-            self.columns = (names, probes / scale.to(probes.device))
+        """Bytes of the observed changes, and of what was kept of gradients."""
+        kept = 0 if self.probe is None else self.probe[1].nbytes
+        return kept + sum([change.nbytes for change in self.changes.values()])
 
 
 class Settler:
@@ -98,14 +89,15 @@ class Settler:
         self, steps: Sequence[Step], pages: Pages, span: Span
     ) -> tuple[Block | None, NonFiniteError | None]:
         """The block of these steps, up to the first whose gradient is not finite."""
-        steps, error = self._finite(steps)
+        probes = probes_of(steps)
+        steps, error = _finite(steps, probes)
         if not steps:
             return None, error
         arrays: dict[str, list[Tensor]] = {}
         notes = [note for step in steps for note in step.notes]
         factors = torch.zeros(len(steps), len(self._plan.books), dtype=torch.float64)
         notes += self._note_outside(steps, span)
-        accounts = self.evidence(steps, pages)
+        accounts = self.evidence(steps, pages, probes)
         if accounts:
             evidence, found, agreed = settle_factors(accounts)
             notes += self._note_failures(steps, evidence, agreed)
@@ -132,16 +124,15 @@ class Settler:
         self._declared |= names
         return [port.declaration for port in sorted(new, key=lambda port: port.order)]
 
-    def evidence(self, steps: Sequence[Step], pages: Pages) -> list[Evidence]:
-        """What the rows of each account say about these steps."""
+    def evidence(
+        self, steps: Sequence[Step], pages: Pages, probes: Mapping[str, Tensor]
+    ) -> list[Evidence]:
+        """What the rows of each account say about these steps, and the first so many probes."""
         states = torch.tensor([step.states for step in steps])
         first, last = steps[0].number, steps[-1].number
-        looks = {name: look for step in steps for name, look in step.looks.items()}
-        probes = _probes(steps, looks)
+        looks = looks_of(steps)
         rows = {
-            index: joined(
-                [r for page in found if (r := lay_out(self._ports[index], page, first, last))]
-            )
+            index: [r for page in found if (r := lay_out(self._ports[index], page, first, last))]
             for index, found in pages.items()
         }
         return [
@@ -167,7 +158,7 @@ class Settler:
         ports: Sequence[int],
         rows: dict[int, list[StreamRows]],
         looks: dict[str, Look],
-        probes: dict[str, Tensor],
+        probes: Mapping[str, Tensor],
         states: Tensor,
     ) -> Evidence:
         columns: dict[str, tuple[Look, slice]] = {}
@@ -185,7 +176,7 @@ class Settler:
             (states[:, self._column[name]] == BY_ROW)[:, None].expand(-1, look.numbers)
             for name, (look, _) in columns.items()
         ]
-        u = torch.cat([probes[name] for name in columns], 1)
+        u = torch.cat([probes[name] for name in columns], 1)[: len(states)]
         return Evidence(feeds, columns, u, torch.cat(active, 1))
 
     def _note_failures(
@@ -246,31 +237,6 @@ class Settler:
         found = self._glances.differing([self._last], [now], span[0])
         return not (found.keys() & span[0].keys() <= self._broken)
 
-    def _finite(self, steps: Sequence[Step]) -> tuple[Sequence[Step], NonFiniteError | None]:
-        error = None
-        for book, taken in self._signals(steps):
-            finite = torch.stack([signal for _, signal in taken]).flatten(1).isfinite().all(1)
-            if not finite.all():
-                bad = taken[int(torch.nonzero(~finite)[0])][0]
-                if error is None or bad < error.step:
-                    error = NonFiniteError.at(book, bad)
-        return [step for step in steps if error is None or step.number < error.step], error
-
-    def _signals(self, steps: Sequence[Step]) -> Iterator[tuple[str, list[tuple[int, Tensor]]]]:
-        """What each book shows of its steps: a probe, or its observed change."""
-        for book in dict.fromkeys(name for step in steps for name in step.probes):
-            yield book, [(s.number, s.probes[book]) for s in steps if book in s.probes]
-        for names in dict.fromkeys(step.columns[0] for step in steps if step.columns is not None):
-            found = [
-                (s.number, c[1]) for s in steps if (c := s.columns) is not None and c[0] == names
-            ]
-            yield names[0], found
-        for book in dict.fromkeys(name for step in steps for name in step.changes):
-            yield (
-                book,
-                [(s.number, s.changes[book].sum()[None]) for s in steps if book in s.changes],
-            )
-
     def _row_arrays(
         self, steps: Sequence[Step], evidence: Sequence[Evidence]
     ) -> dict[str, list[Tensor]]:
@@ -309,31 +275,53 @@ class Settler:
         return self._samples.numbers(torch.arange(first, self._numbered))
 
 
-def _probes(steps: Sequence[Step], looks: dict[str, Look]) -> dict[str, Tensor]:
-    """(steps, numbers) for each book; zero where a step did not touch it."""
+def looks_of(steps: Sequence[Step]) -> dict[str, Look]:
+    """How each book was probed."""
+    return {name: look for step in steps for name, look in step.looks.items()}
+
+
+def probes_of(steps: Sequence[Step]) -> dict[str, Tensor]:
+    """(steps, numbers) for each book, in main memory; zero where a step did not touch it."""
+    looks = looks_of(steps)
     probes = {
         name: torch.zeros(len(steps), look.numbers, dtype=torch.float64)
         for name, look in looks.items()
     }
-    for name in probes:
-        taken = [step.probes.get(name) for step in steps]
-        _fill(probes[name], taken)
-    for names in dict.fromkeys(step.columns[0] for step in steps if step.columns is not None):
-        taken = [c[1] if (c := step.columns) and c[0] == names else None for step in steps]
-        sizes = [looks[name].numbers for name in names]
-        whole = torch.zeros(len(steps), sum(sizes), dtype=torch.float64)
-        where = _fill(whole, taken)
-        for name, part in zip(names, torch.split(whole, sizes, 1), strict=True):
-            probes[name][where] = part[where]
+    for names in dict.fromkeys(step.probe[0] for step in steps if step.probe is not None):
+        taken = [p[1] if (p := step.probe) and p[0] == names else None for step in steps]
+        where = torch.tensor([kept is not None for kept in taken])
+        kept = torch.stack([kept for kept in taken if kept is not None])
+        parts = torch.split(kept, [looks[name].kept for name in names], 1)
+        found = [looks[name].probes(part) for name, part in zip(names, parts, strict=True)]
+        for name, probe in zip(names, on_host(found), strict=True):
+            probes[name][where] = probe
     return probes
 
 
-def _fill(into: Tensor, taken: Sequence[Tensor | None]) -> Tensor:
-    """Puts what was taken at some steps into its rows; returns which they are."""
-    where = torch.tensor([probe is not None for probe in taken])
-    if found := [probe for probe in taken if probe is not None]:
-        into[where] = torch.stack(found).flatten(1).to("cpu", torch.float64)
-    return where
+def _finite(
+    steps: Sequence[Step], probes: Mapping[str, Tensor]
+) -> tuple[Sequence[Step], NonFiniteError | None]:
+    """The steps up to the first whose gradient, or observed change, is not finite."""
+    error = None
+    for book, numbers, finite in _signals(steps, probes):
+        if not finite.all():
+            bad = numbers[int(torch.nonzero(~finite)[0])]
+            if error is None or bad < error.step:
+                error = NonFiniteError.at(book, bad)
+    return [step for step in steps if error is None or step.number < error.step], error
+
+
+def _signals(
+    steps: Sequence[Step], probes: Mapping[str, Tensor]
+) -> Iterator[tuple[str, list[int], Tensor]]:
+    """Whether each book is finite at some steps: its probes, and its observed changes."""
+    numbers = [step.number for step in steps]
+    for book, probe in probes.items():
+        yield book, numbers, probe.isfinite().all(1)
+    for book in dict.fromkeys(name for step in steps for name in step.changes):
+        changed = [step for step in steps if book in step.changes]
+        sums = torch.stack([step.changes[book].sum() for step in changed])
+        yield book, [step.number for step in changed], sums.isfinite()
 
 
 def _one_dtype(parts: list[Tensor]) -> list[Tensor]:

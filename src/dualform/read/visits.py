@@ -1,0 +1,231 @@
+"""The visits of samples to a stream, to be gathered in any order.
+
+A visit is what one use of a layer left of one sample: records that stand side by side. Files are
+read, not mapped: to have a page mapped costs more than to copy it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property, reduce
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dualform.ledger import Ledger, Stream
+from dualform.ledger.tensors import Entry, TensorFile
+from dualform.read.scan import RowColumns, widen
+from dualform.record.layers import expand, positions
+
+GATHERED_BYTES = 192 << 20
+"""How many bytes of records are gathered at a time."""
+CACHED_BYTES = 8 << 20
+"""How many bytes of rows are made of them at a time, so that a processor's cache holds them."""
+LARGE_BYTES = 16 << 10
+"""Visits of so many bytes are read one by one: copying them costs more than asking for each."""
+GAP_BYTES = 4096
+"""Up to how many bytes between two visits are read along, rather than skipped."""
+ALIGNED = 64
+
+Places = NDArray[np.int64]
+
+
+class Reused:
+    """Memory that is used again: to allocate it would cost more than to fill it.
+
+    >>> memory = Reused()
+    >>> one, two = memory([((2, 3), torch.float32), ((4,), torch.int64)])
+    >>> again, = memory([((3, 2), torch.float32)])
+    >>> one.shape, two.dtype, one.data_ptr() == again.data_ptr()
+    (torch.Size([2, 3]), torch.int64, True)
+    """
+
+    def __init__(self) -> None:
+        self.least = 0
+        """How many bytes are taken at first, so that more need not be taken later."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, arrays: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+        """Arrays of these shapes; what was there before is lost."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in arrays]
+        places = [-(-size // ALIGNED) * ALIGNED for size in sizes]
+        if len(self._bytes) < sum(places):
+            self.clear()  # before more is taken
+            self._bytes = torch.empty(max(self.least, sum(places)), dtype=torch.uint8)
+        parts = torch.split(self._bytes[: sum(places)], places)
+        made = zip(parts, sizes, arrays, strict=True)
+        return [part[:size].view(dtype).view(*shape) for part, size, (shape, dtype) in made]
+
+    def clear(self) -> None:
+        """Gives everything back."""
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+
+class Visits:
+    """All visits of samples to a stream until a step, in the order of time."""
+
+    def __init__(
+        self, ledger: Ledger, stream: Stream, until: int, memory: Reused | None = None
+    ) -> None:
+        self.stream, self._each = stream, positions(stream)
+        self._names = (f"{stream.name}/keys", f"{stream.name}/values")
+        self._gathered = memory or Reused()
+        self._read = Reused()
+        shards = [s for s in ledger.shards if self._names[0] in s.file]
+        shards = [shard for shard in shards if shard.record["first"] <= until]
+        self._files = [shard.file for shard in shards]
+        parts = [RowColumns(shard, stream.name).visits(until) for shard in shards]
+        counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
+        self._file = torch.arange(len(parts)).repeat_interleave(counts)
+        empty = torch.zeros(4, 0, dtype=torch.long)
+        self._start, self._records, self.steps, self.samples = torch.cat([empty, *parts], 1)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def rows(self) -> Tensor:
+        """(visits,): how many rows each has."""
+        return torch.mul(self._records, self._each)
+
+    @cached_property
+    def together(self) -> int:
+        """How many visits are gathered at a time."""
+        return max(1, GATHERED_BYTES // max(1, self._record_bytes * self._longest))
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes those have, at most."""
+        records = min(int(self._records.sum()), self.together * self._longest)
+        return records * self._record_bytes + 2 * ALIGNED
+
+    @cached_property
+    def cached(self) -> int:
+        """How many of them are made rows at a time."""
+        record = (widen(torch.zeros(shape, dtype=dtype)) for shape, dtype in self._arrays(1))
+        made = expand(self.stream, *record)
+        each = sum(rows.nbytes for rows in made if rows is not None)
+        return max(1, CACHED_BYTES // max(1, each * self._longest))
+
+    @property
+    def _longest(self) -> int:
+        return int(self._records.max()) if len(self) else 1
+
+    @property
+    def _record_bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays(1))
+
+    def last(self) -> Tensor:
+        """(visits,): whether each is of the last step that saw its sample."""
+        _, sample = torch.unique(self.samples, return_inverse=True)
+        last = torch.zeros(int(sample.max()) + 1 if len(sample) else 0, dtype=torch.long)
+        last.scatter_reduce_(0, sample, self.steps, "amax")
+        return torch.eq(self.steps, last[sample])
+
+    def batch_sizes(self) -> Tensor:
+        """(visits,): how many samples the visit's step saw."""
+        pairs = torch.unique(torch.stack([self.steps, self.samples]), dim=1)
+        steps, counts = torch.unique(pairs[0], return_counts=True)
+        return torch.index_select(counts, 0, torch.searchsorted(steps, self.steps))
+
+    def gather(
+        self, parts: Sequence[Tensor], with_keys: bool = True
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The rows of some visits after others, keys and values; valid until the next."""
+        chosen = torch.cat(list(parts))
+        sides = (0, 1) if with_keys or self.stream.layout else (1,)
+        stored = self._gathered([self._arrays(int(self._records[chosen].sum()))[s] for s in sides])
+        for side, into in zip(sides, stored, strict=True):
+            self._fill(into, self._names[side], chosen)
+        counts = [int(self._records[part].sum()) for part in parts]
+        for records in zip(*(torch.split(array, counts) for array in stored), strict=True):
+            values = widen(records[-1])
+            keys = widen(records[0]) if len(sides) == 2 else values[:, :0]
+            rows, errors = expand(self.stream, keys, values)
+            assert errors is not None
+            yield rows, errors
+
+    def of_rows(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step, sample and position of each row of some visits."""
+        counts = self.rows[chosen]
+        begins = counts.cumsum(0) - counts
+        steps, samples, begin = (
+            column.repeat_interleave(counts)
+            for column in (self.steps[chosen], self.samples[chosen], begins)
+        )
+        return steps, samples, torch.arange(len(begin)) - begin
+
+    def _arrays(self, records: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of so many records, keys and values, as they are stored."""
+        found = []
+        for name in self._names if self._files else ():
+            entries = [file.entries[name] for file in self._files]
+            dtype = reduce(torch.promote_types, [entry.dtype for entry in entries])
+            found.append(((records, *entries[0].shape[1:]), dtype))
+        return found
+
+    def _fill(self, into: Tensor, name: str, chosen: Tensor) -> None:
+        """The records of some visits, one visit after the other."""
+        counts, (ordered, order) = self._records[chosen], chosen.sort()
+        numbers, sizes = torch.unique_consecutive(self._file[ordered], return_counts=True)
+        at, starts = (counts.cumsum(0) - counts)[order], self._start[ordered]
+        columns = (torch.split(c, sizes.tolist()) for c in (at, starts, counts[order]))
+        for number, *some in zip(numbers.tolist(), *columns, strict=True):
+            self._fill_from(self._files[number], into, name, *(column.numpy() for column in some))
+
+    def _fill_from(
+        self, file: TensorFile, into: Tensor, name: str, at: Places, starts: Places, counts: Places
+    ) -> None:
+        """From one file; large visits straight to where they belong."""
+        entry = file.entries[name]
+        if counts.min() * entry.row_bytes >= LARGE_BYTES and entry.dtype == into.dtype:
+            each = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
+            file.read_into(into, name, zip(at.tolist(), each, strict=True))
+            return
+        spans, begins = _spans(entry, starts, counts)
+        lengths = [stop - start for start, stop in spans]
+        (records,) = self._read([((sum(lengths), *entry.shape[1:]), entry.dtype)])
+        file.read_into(records, name, zip(accumulate(lengths, initial=0), spans, strict=False))
+        _copy(into, at, records.to(into.dtype), begins, counts)
+
+
+def _spans(entry: Entry, starts: Places, counts: Places) -> tuple[list[tuple[int, int]], Places]:
+    """What to read of some visits, in order: ranges of records; and where visits then begin."""
+    ends = starts + counts
+    gaps = starts[1:] - ends[:-1]
+    cuts = np.flatnonzero(gaps * entry.row_bytes > GAP_BYTES)
+    first, last = [0, *(cuts + 1).tolist()], [*cuts.tolist(), len(starts) - 1]
+    spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
+    skipped = np.zeros_like(starts)
+    skipped[cuts + 1] = gaps[cuts]
+    return spans, starts - starts[0] - skipped.cumsum()
+
+
+def _copy(into: Tensor, at: Places, records: Tensor, places: Places, counts: Places) -> None:
+    """`into[at + i] = records[places + i]` for i up to each count; in blocks as large as can be."""
+    unit = int(np.gcd.reduce(np.concatenate([at, places, counts])))
+    target, source = _blocks(into, unit), _blocks(records, unit)
+    if (counts == unit).all():
+        begins, origins = at // unit, places // unit
+    else:
+        counts = counts // unit
+        within = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        begins, origins = (p.repeat(counts) + within for p in (at // unit, places // unit))
+    target[begins] = source if len(source) == len(origins) else source[origins]
+
+
+def _blocks(rows: Tensor, unit: int) -> NDArray[Any]:
+    """(blocks, numbers): so many rows together, without those left at the end."""
+    count = len(rows) // unit
+    size = unit * math.prod(rows.shape[1:])
+    return rows[: count * unit].view(count, size).view(_raw(rows.dtype)).numpy()
+
+
+def _raw(dtype: torch.dtype) -> torch.dtype:
+    """A type of the same size that numpy has too."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
