@@ -235,7 +235,7 @@ BAD: Mapping[str, tuple[Any, Any, str]] = {
     "tokens": (
         X[:, None],
         1,
-        r"the model gives \(1, 1, 3\) and not \(queries, classes\); give a fun",
+        r"the model gives \(1, 1, 3\) and not \(queries, classes\); give x as",
     ),
     "no queries": (X[:0], 1, r"at least one; it holds one of shape \(0, 4\)"),
     "nothing": ("words", 1, r"x must hold queries as a tensor, at least one; it holds no tensor"),
