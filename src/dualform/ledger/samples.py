@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import CorruptError, SampleIdsError
@@ -18,6 +19,7 @@ from dualform.ledger.tensors import TensorFile, write_tensors
 
 SampleId: TypeAlias = int | str
 Label: TypeAlias = int | str
+Previews: TypeAlias = Sequence[str] | Sequence[Tensor] | Tensor | NDArray[Any]
 Columns: TypeAlias = Mapping[str, Sequence[Label] | Tensor]
 LABEL = "label"
 LARGEST_PREVIEW = 64
@@ -153,7 +155,7 @@ def describe_samples(
     path: Path,
     ids: Sequence[SampleId],
     labels: Sequence[Label] | Tensor | None = None,
-    previews: Sequence[str] | Tensor | None = None,
+    previews: Previews | None = None,
     columns: Columns | None = None,
 ) -> None:
     """Adds labels, columns and previews to samples; a later description of an id replaces it."""
@@ -227,7 +229,7 @@ def plain_list(values: Sequence[Any] | Tensor | None) -> list[Any]:
     return [plain(v) for v in (values.tolist() if hasattr(values, "tolist") else values)]
 
 
-def _drawn(previews: Sequence[Any] | Tensor | None) -> list[str] | Tensor | None:
+def _drawn(previews: Previews | None) -> list[str] | Tensor | None:
     """Texts as a list; images or numbers as one tensor."""
     if previews is None or isinstance(previews, Tensor):
         return previews

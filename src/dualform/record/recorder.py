@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
-from dualform.ledger.samples import Columns, Label, SampleId, describe_samples
+from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
@@ -152,7 +152,7 @@ class Recorder:
         self,
         ids: Sequence[SampleId],
         labels: Sequence[Label] | Tensor | None = None,
-        previews: Sequence[str] | Tensor | None = None,
+        previews: Previews | None = None,
         columns: Columns | None = None,
     ) -> None:
         """Adds labels, small previews (images, texts or numbers) and other columns, for people.
