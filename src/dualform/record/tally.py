@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from dualform.record.probe import Evidence
+from dualform.record.probe import Evidence, Part
 
 MISMATCH = 1000.0
 """How many roundings of their terms two probes may differ by."""
@@ -20,11 +21,9 @@ UNSCALED = 32.0
 class Tally:
     """The probes of some accounts: those of the gradients, u, and those of the rows, w."""
 
-    u: Tensor
-    """(steps, numbers): all accounts' numbers end to end."""
-    w: Tensor
-    owner: Tensor
-    """(numbers,): the account of each."""
+    u: list[Tensor]
+    """For each account (steps, numbers)."""
+    w: list[Tensor]
     size: Tensor
     """(steps, accounts): how large the terms of w are."""
     touched: Tensor
@@ -36,48 +35,59 @@ class Tally:
     def of(cls, accounts: Sequence[Evidence]) -> Tally:
         """Probes the rows of all accounts, and brings what they say into main memory at once."""
         parts = [account.parts() for account in accounts]
-        said = on_host([t for group in parts for part in group for t in (part.probe, part.size)])
-        w = [torch.zeros_like(account.u) for account in accounts]
-        size = [account.u.new_zeros(len(account.u)) for account in accounts]
-        numbers = iter(said)
-        for at, (account, group) in enumerate(zip(accounts, parts, strict=True)):
-            for part in group:
-                w[at][:, part.columns].index_add_(0, part.at, next(numbers))
-                counts = account.active[part.at, part.columns.start]
-                size[at].index_add_(0, part.at, next(numbers) * counts)
-        widths = torch.tensor([account.u.shape[1] for account in accounts])
+        said = iter(
+            on_host([t for group in parts for part in group for t in (part.probe, part.size)])
+        )
+        sums = [_sums(account, group, said) for account, group in zip(accounts, parts, strict=True)]
         return cls(
-            torch.cat([account.u for account in accounts], 1),
-            torch.where(torch.cat([account.active for account in accounts], 1), torch.cat(w, 1), 0),
-            torch.arange(len(accounts)).repeat_interleave(widths),
-            torch.stack(size, 1),
+            [account.u for account in accounts],
+            [w for w, _ in sums],
+            torch.stack([size for _, size in sums], 1),
             torch.stack([account.touched for account in accounts], 1),
             torch.tensor([account.rounding for account in accounts], dtype=torch.float64),
         )
 
+    @cached_property
+    def products(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(steps, accounts) each: u·w, w·w and the length of u."""
+        pairs = list(zip(self.u, self.w, strict=True))
+        return (
+            torch.stack([(u * w).sum(1) for u, w in pairs], 1),
+            torch.stack([w.square().sum(1) for w in self.w], 1),
+            torch.stack([torch.linalg.vector_norm(u, dim=1) for u in self.u], 1),
+        )
+
     def agrees(self, factor: Tensor) -> Tensor:
         """(steps, accounts): whether `u = κ w` to within rounding, with κ (steps, accounts)."""
-        gap = self._sums((self.u - factor[:, self.owner] * self.w).square()).sqrt()
-        reach = self.size * factor.abs() + self._sums(self.u.square()).sqrt()
-        return (gap <= MISMATCH * self.rounding * reach) | ~self.touched
+        each = zip(self.u, self.w, factor.unbind(1), strict=True)
+        gaps = [torch.linalg.vector_norm(u - k[:, None] * w, dim=1) for u, w, k in each]
+        reach = self.size * factor.abs() + self.products[2]
+        return (torch.stack(gaps, 1) <= MISMATCH * self.rounding * reach) | ~self.touched
 
     def own_factor(self) -> Tensor:
         """(steps, accounts): the κ that fits each account best."""
-        return _ratio(self._sums(self.u * self.w), self._sums(self.w.square()))
+        return _ratio(*self.products[:2])
 
     def shared_factor(self) -> Tensor:
         """(steps,): the least-squares κ over all accounts, each weighted by how well it knows."""
         known = self.touched & (self.size > 0)
         weight = torch.where(known, (self.rounding * self.size) ** -2, 0.0)
-        above = (weight * self._sums(self.u * self.w)).sum(1)
-        below = (weight * self._sums(self.w.square())).sum(1)
+        above, below = ((weight * product).sum(1) for product in self.products[:2])
         factor = _ratio(above, below)
         doubt = UNSCALED / below.clamp_min(1e-300).sqrt()
         return torch.where((factor - 1).abs() <= doubt, 1.0, factor)
 
-    def _sums(self, numbers: Tensor) -> Tensor:
-        """(steps, accounts): the sum over each account's numbers."""
-        return torch.zeros_like(self.size).index_add_(1, self.owner, numbers)
+
+def _sums(
+    account: Evidence, parts: Sequence[Part], said: Iterator[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The rows' probe of each step (steps, numbers), and the size of its terms (steps,)."""
+    w, size = torch.zeros_like(account.u), account.u.new_zeros(len(account.u))
+    for part in parts:
+        w[:, part.columns].index_add_(0, part.at, next(said))
+        counts = account.active[part.at, part.columns.start]
+        size.index_add_(0, part.at, next(said) * counts)
+    return torch.where(account.active, w, 0.0), size
 
 
 def settle_factors(evidence: Sequence[Evidence]) -> tuple[list[Evidence], Tensor, Tensor]:
