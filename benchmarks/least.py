@@ -24,7 +24,6 @@ from benchmarks.recording import MODELS, make_step
 
 BATCH, SLOTS, STEPS, TURNS = 64, 376, 300, 30
 KINDS = ("nothing", "hooks", "and copies", "and probes", "and names of samples, and options")
-Act = Callable[[Tensor, tuple[Tensor, ...]], None]
 
 
 class Interpreted:

@@ -64,13 +64,16 @@ class Grouping:
         columns = (c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions))
         return self.of(*columns).to(chunk.keys.device)
 
-    def of_rows(self, visits: Visits, chosen: Tensor) -> Tensor:
-        """The group of each row of some visits."""
-        if not self.by_visit:
-            return self.of(*visits.of_rows(chosen))
+    def of_visits(self, visits: Visits, chosen: Tensor) -> Tensor:
+        """The group of some visits' first rows."""
         steps, samples = visits.steps[chosen], visits.samples[chosen]
-        groups = self.of(steps, samples, torch.zeros_like(steps))
-        return groups.repeat_interleave(visits.rows[chosen])
+        return self.of(steps, samples, torch.zeros_like(steps))
+
+    def of_rows(self, visits: Visits, chosen: Tensor, first: Tensor) -> Tensor:
+        """The group of each row of some visits, given those of their first rows."""
+        if self.by_visit:
+            return first.repeat_interleave(visits.rows[chosen])
+        return self.of(*visits.of_rows(chosen))
 
     @classmethod
     def by_sample(cls, numbers: Tensor) -> Grouping:
@@ -133,30 +136,31 @@ def add_visits(visits: Visits, grouping: Grouping, receivers: Sequence[Receiver]
     chosen = torch.nonzero(counted).flatten()
     if not len(chosen):
         return
-    steps, samples = visits.steps[chosen], visits.samples[chosen]
-    numbers, order = grouping.of(steps, samples, torch.zeros_like(steps)).sort(stable=True)
+    numbers, order = grouping.of_visits(visits, chosen).sort(stable=True)
     sizes = _whole_groups(numbers, visits.together)
     with_keys = any(receiver.term.form != "sum" for receiver in receivers)
     with LateProgress(visits.stream.name, len(chosen)) as progress:
         parts = (torch.split(t, sizes) for t in (chosen[order], numbers))
         for part, own in zip(*parts, strict=True):
-            pieces = torch.split(part, _whole_groups(own, visits.cached))
-            for piece, rows in zip(pieces, visits.gather(pieces, with_keys), strict=True):
-                _add_rows(rows, visits, piece, grouping, receivers)
+            each = _whole_groups(own, visits.cached)
+            pieces, firsts = torch.split(part, each), torch.split(own, each)
+            gathered = visits.gather(pieces, with_keys)
+            for piece, first, rows in zip(pieces, firsts, gathered, strict=True):
+                groups = grouping.of_rows(visits, piece, first)
+                _add_rows(rows, groups, receivers, piece, visits.rows[piece])
             progress.advance(len(part))
 
 
 def _add_rows(
     rows: tuple[Tensor, Tensor],
-    visits: Visits,
-    chosen: Tensor,
-    grouping: Grouping,
+    groups: Tensor,
     receivers: Sequence[Receiver],
+    chosen: Tensor,
+    counts: Tensor,
 ) -> None:
-    """Adds the rows, keys and values, of some visits."""
-    groups = grouping.of_rows(visits, chosen)
+    """Adds the rows, keys and values, of some visits, given the group of each row."""
     for receiver in receivers:
-        weights = receiver.weights[chosen].repeat_interleave(visits.rows[chosen])
+        weights = receiver.weights[chosen].repeat_interleave(counts)
         sides = receiver.sides(*(t.to(receiver.into.device) for t in (*rows, weights)))
         add_groups(receiver.into, sides, groups, receiver.region)
 

@@ -45,7 +45,8 @@ class Books:
         """Books whose rows have not been held against a gradient yet."""
         self._after: dict[str, Tensor] = {}
         self._span_start: dict[str, Tensor] = {}
-        self._span_glance = self.glances.take()
+        self.span_glance = self.glances.take()
+        """As the parameters were at the last call of `span`."""
         self._vectors: dict[str, Tensor | None] = {}
         self._last_names: tuple[str, ...] = ()
         self._turn = 0
@@ -87,8 +88,8 @@ class Books:
     def span(self) -> Span:
         """The parameters that are not kept by step, as they were at the last call and are now."""
         before, glance = self._span_start, self.glances.take()
-        moved = self.glances.differing([self._span_glance], [glance])
-        self._span_glance = glance
+        moved = self.glances.differing([self.span_glance], [glance])
+        self.span_glance = glance
         still = {name for name in before if name not in moved and not self._is_trained(name)}
         names = {name for name in self._names if name not in self._by_step}
         now = {name: before[name] for name in still}

@@ -82,8 +82,7 @@ class Delivery:
         if error is not None:
             self._writer.flush()
             raise error
-        own = not self._settler.moved_on(parcel.now, parcel.span)
-        if weights and parcel.step and own:
+        if weights and parcel.step and not self._settler.moved_on(parcel.now, parcel.span):
             self._writer.weights(parcel.step, weights, parcel.mark)
 
     def _settle(self, parcel: Parcel) -> NonFiniteError | None:

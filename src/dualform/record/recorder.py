@@ -20,6 +20,7 @@ from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
 from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
 from dualform.record.plan import Plan, is_nested, make_plan, torch_optimizer, uncompiled
+from dualform.record.probe import Evidence
 from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step, probes_of
 from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
 from dualform.record.tally import settle_factors
@@ -250,8 +251,7 @@ class Recorder:
 
     def _refuse_unnamed(self, step: Step) -> None:
         """Forgotten ids are an error where the gradient has rows of them in it."""
-        accounts = self._settler.evidence([step], self._watch.peek(), probes_of([step]))
-        evidence, _, _ = settle_factors(accounts)
+        evidence, _, _ = self._settled(step)
         used = {number for account in evidence for number in account.batches(0)}
         if not used.isdisjoint(self._watch.overdue):
             raise RecordingError(
@@ -259,12 +259,15 @@ class Recorder:
                 "call it before every forward pass that trains."
             )
 
+    def _settled(self, step: Step) -> tuple[list[Evidence], Tensor, Tensor]:
+        """What the rows so far say about a step, before it is made."""
+        return settle_factors(self._settler.evidence([step], self._watch.peek(), probes_of([step])))
+
     def _verify(self, step: Step) -> dict[str, str]:
         """Holds books that are new against their gradients; returns those that fail, and why."""
         if step.probe is None or not bool(step.probe[1].isfinite().all()):
             return {}
-        accounts = self._settler.evidence([step], self._watch.peek(), probes_of([step]))
-        evidence, factors, agreed = settle_factors(accounts)
+        evidence, factors, agreed = self._settled(step)
         failed: dict[str, str] = {}
         for at, account in enumerate(evidence):
             if isinstance(self._rule, StateRule):
@@ -325,8 +328,8 @@ class Recorder:
         steps, self._steps, self._step_bytes, self._due = self._steps, [], 0, None
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
-        now = self._books.glances.take()
-        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark or "flush", now)
+        now, mark = self._books.span_glance, mark or "flush"
+        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark, now)
         self._delivery.take(parcel)
 
     def _kept(self) -> dict[str, Tensor]:

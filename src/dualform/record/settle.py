@@ -23,7 +23,7 @@ from dualform.record.probe import (
     StreamRows,
     lay_out,
 )
-from dualform.record.tally import on_host, settle_factors
+from dualform.record.tally import in_double, settle_factors
 from dualform.record.tape import Batch, Page
 from dualform.record.watch import Port
 
@@ -293,7 +293,7 @@ def probes_of(steps: Sequence[Step]) -> dict[str, Tensor]:
         kept = torch.stack([kept for kept in taken if kept is not None])
         parts = torch.split(kept, [looks[name].kept for name in names], 1)
         found = [looks[name].probes(part) for name, part in zip(names, parts, strict=True)]
-        for name, probe in zip(names, on_host(found), strict=True):
+        for name, probe in zip(names, in_double(found), strict=True):
             probes[name][where] = probe
     return probes
 

@@ -36,7 +36,7 @@ class Tally:
         """Probes the rows of all accounts, and brings what they say into main memory at once."""
         parts = [account.parts() for account in accounts]
         said = iter(
-            on_host([t for group in parts for part in group for t in (part.probe, part.size)])
+            in_double([t for group in parts for part in group for t in (part.probe, part.size)])
         )
         sums = [_sums(account, group, said) for account, group in zip(accounts, parts, strict=True)]
         return cls(
@@ -121,10 +121,10 @@ def _without_discarded(account: Evidence, at: int, factor: Tensor) -> tuple[Evid
     return unexplained, factor, False
 
 
-def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in main memory and float64; all in one transfer where they come from a GPU.
+def in_double(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors as float64 in main memory; all in one transfer where they come from a GPU.
 
-    >>> on_host([torch.ones(2), torch.zeros(1, 1)])
+    >>> in_double([torch.ones(2), torch.zeros(1, 1)])
     [tensor([1., 1.], dtype=torch.float64), tensor([[0.]], dtype=torch.float64)]
     """
     if not any(t.is_cuda for t in tensors):

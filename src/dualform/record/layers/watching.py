@@ -113,7 +113,6 @@ def shared_labels(model: nn.Module, find: Finder) -> list[RemovableHandle]:
 
 
 def _note(owner: nn.Module, find: Finder, book: str, name: str) -> RemovableHandle:
-
     def note(module: nn.Module, args: Any) -> None:
         find.labels[book] = name
 
