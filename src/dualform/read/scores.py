@@ -109,7 +109,8 @@ class Scores(Amounts):
         for label in sorted({self.labels.get(i, "") for i in self.ids}, key=str):
             chosen = [at for at, i in enumerate(self.ids) if self.labels.get(i, "") == label]
             heights = np.sort(self.values[chosen, query])[::-1]
-            axes.fill_between(np.arange(offset, offset + len(heights)), heights, step="mid")
+            places = np.arange(offset, offset + len(heights))
+            axes.fill_between(places, heights, step="mid", edgecolor="face", linewidth=0.8)
             middles[str(label)] = offset + len(heights) / 2
             offset += len(heights)
         names = [name if len(name) <= 16 else f"{name[:15]}…" for name in middles]
