@@ -99,9 +99,9 @@ class Recorder:
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams)
         ports = self._watch.ports.all
-        strays = self._watch.strays
+        refused = self._watch.owners.refused
         self._settler = Settler(
-            plan, ports, opened.samples, opened.numbered, strays, self._books.glances
+            plan, ports, opened.samples, opened.numbered, refused, self._books.glances
         )
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
@@ -274,7 +274,8 @@ class Recorder:
                 failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
             if not agreed[0, at]:
                 failed |= {
-                    book: self._watch.strays.get(book, UNEXPLAINED) for book in account.looks
+                    book: self._watch.owners.refused.get(book, UNEXPLAINED)
+                    for book in account.looks
                 }
         seen = set(step.probe[0])
         new = seen & self._books.unverified

@@ -1,0 +1,518 @@
+"""Twins: one forward pass, lived several times at once, each time with other inputs.
+
+A *world* is the forward pass as it would have been with other inputs for some samples. What differs
+there from the real pass depends on those samples. The model's own code runs only once: below
+autograd, each torch operation is made for real, and again for each world in which one of its
+arguments differs. Training sees nothing of it, and random numbers are the same in all worlds.
+
+A world keeps a copy of each piece of memory whose contents differ there. So views, and changes in
+place, need no care: a tensor's twin is the same view of the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+SHAPES_ONLY = {
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+    "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+}  # fmt: skip
+"""Operations whose result depends on the shape of what they are given, not on its contents."""
+
+CHOOSING = {"sort", "topk", "max", "min", "kthvalue", "median", "mode", "cummax", "cummin"}
+"""Operations that choose elements, and say which: a world chooses the same ones."""
+
+MOVING = {
+    "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "index_select",
+    "index_add", "index_add_", "index_copy", "index_copy_", "gather", "scatter", "scatter_",
+    "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_select",
+    "masked_scatter", "masked_scatter_", "take", "_pack_padded_sequence", "repeat_interleave",
+}  # fmt: skip
+"""Operations that move elements to where integers say."""
+
+LOOKUPS = {
+    "embedding", "embedding_renorm_", "_embedding_bag", "index", "_unsafe_index", "index_select",
+    "gather", "take", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add",
+    "index_add_", "index_put", "index_put_", "_index_put_impl_",
+}  # fmt: skip
+"""Operations that look integers up: where these are marked, a world looks up something else."""
+COUNTING = {"bincount", "repeat_interleave", "histc", "one_hot"}
+"""Operations that integers must not be too large for: worlds do without them."""
+MARK = {torch.int64: 1 << 40, torch.int32: 1 << 24}
+"""What is added to an integer to make it another one, which no table has."""
+
+BATCH_NORMS = {
+    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+}  # fmt: skip
+"""Normalizations over the batch: worlds keep the statistics of the real one."""
+
+HOST_BYTES = 2 << 30
+"""How much memory all worlds together may take on a CPU; on a GPU, half of what is free."""
+ROUNDINGS = 64.0
+"""By more than so many roundings of a row's largest element must something differ to count."""
+
+Geometry: TypeAlias = tuple[int, int, torch.Size, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Memory:
+    """A piece of memory: what it holds in each world, from byte `start` on, where that differs."""
+
+    ref: StorageWeakRef
+    start: int
+    copies: list[UntypedStorage | None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum([copy.nbytes() for copy in self.copies if copy is not None])
+
+
+class Twins(TorchDispatchMode):
+    """While it is entered, follows what differs in each of some worlds.
+
+    >>> x = torch.tensor([1.0, 2.0])
+    >>> twins = Twins(1)
+    >>> twins.change([x], 0, [torch.tensor([1.0, 5.0])])
+    >>> with twins:
+    ...     y = 2 * x
+    >>> twins.differing(y, 0)
+    tensor([False,  True])
+    """
+
+    def __init__(self, worlds: int, room: int = HOST_BYTES) -> None:
+        super().__init__()
+        self.alive = [True] * worlds
+        """The worlds that were not given up for want of memory."""
+        self.failed = ""
+        """The first operation that a world could not make."""
+        self._room = room
+        self._memory: dict[int, Memory] = {}
+        self._shared: dict[Geometry, list[Tensor | None]] = {}
+        """Twins of tensors whose elements share memory, such as expanded ones."""
+        self._decided: set[int] = set()
+        """Memory that holds integers which the data decided."""
+        self._moved: set[int] = set()
+        """Memory whose elements are where such integers said."""
+        self._aside = False
+        self._calls = 0
+
+    # What is asked
+
+    def change(self, tensors: Sequence[Tensor], world: int, twins: Sequence[Tensor]) -> None:
+        """Gives tensors other contents in one world.
+
+        They are given together because several may be parts of one piece of memory.
+        """
+        with self._looking():
+            self._span(tensors)
+            for tensor, twin in zip(tensors, twins, strict=True):
+                if shares_memory(tensor):
+                    known = self._shared.setdefault(_geometry(tensor), [None] * len(self.alive))
+                    known[world] = twin
+                else:
+                    self._own(tensor, world)
+                    self.twin(tensor, world).copy_(twin)
+
+    def differing(self, tensor: Tensor, world: int) -> Tensor:
+        """Which elements of a tensor are others in a world, by more than rounding."""
+        with self._looking():
+            twin = self.twin(tensor, world)
+            if twin is tensor:
+                return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+            if not tensor.is_floating_point():
+                return tensor != twin
+            size = tensor.abs()
+            largest = size.amax(-1, keepdim=True) if size.ndim and size.shape[-1] else size
+            reach = ROUNDINGS * torch.finfo(tensor.dtype).eps * largest
+            same = ((tensor - twin).abs() <= reach) | (tensor == twin)
+            return ~(same | (tensor.isnan() & twin.isnan()))
+
+    def moves(self, tensor: Tensor) -> bool:
+        """Whether the data decided where the tensor's elements are."""
+        return _key(tensor) in self._moved
+
+    def twin(self, tensor: Tensor, world: int) -> Tensor:
+        """The tensor as it is in a world; itself where nothing differs."""
+        if self._shared and (known := self._shared.get(_geometry(tensor))):
+            twin = known[world]
+            return tensor if twin is None else twin
+        memory = self._memory.get(_key(tensor))
+        copy = None if memory is None else memory.copies[world]
+        if memory is None or copy is None:
+            return tensor
+        start, end = _extent(tensor)
+        start, end = start - memory.start, end - memory.start
+        if start < 0 or end > copy.nbytes() or start % tensor.itemsize:
+            return tensor
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(copy, start // tensor.itemsize, tensor.shape, tensor.stride())
+
+    def clear(self) -> None:
+        """Lets go of all worlds."""
+        self._memory.clear()
+        self._shared.clear()
+
+    # What is seen
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Makes the call, and makes it again in each world where something differs."""
+        kwargs = kwargs or {}
+        if self._aside:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        given = [t for t in tree_iter((args, kwargs)) if _is_plain(t)]
+        worlds = [] if name in SHAPES_ONLY | COUNTING else self._worlds(given)
+        if _is_view(func):
+            out = func(*args, **kwargs)
+            self._share_views(func, args, kwargs, out, worlds)
+            return out
+        written = _written(func, args, kwargs)
+        worlds = [w for w in worlds if self._may_differ(written, given, w)]
+        for world in worlds:
+            for tensor in written:
+                self._own(tensor, world)
+        with _same_randomness(func, given, kwargs, bool(worlds)) as start_again:
+            out = self._really(func, args, kwargs)
+            for world in worlds:
+                start_again()
+                self._live(name, func, args, kwargs, given, out, world)
+        self._mark(name, given, out, bool(worlds))
+        self._tidy()
+        return out
+
+    def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The real call; worlds are given up rather than that they leave no memory for it."""
+        try:
+            return func(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not any(self.alive):
+                raise
+            self._give_up(range(len(self.alive)))
+            return func(*args, **kwargs)
+
+    def _live(
+        self,
+        name: str,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        given: Sequence[Tensor],
+        out: Any,
+        world: int,
+    ) -> None:
+        """Makes a call in one world, and keeps what it gives there."""
+        twins = self._twins(given, world)
+
+        def there(tensor: Tensor) -> Tensor:
+            return twins.get(id(tensor), tensor)
+
+        try:
+            if name in CHOOSING and isinstance(out, tuple | list) and len(out) == 2:
+                found: Any = (_choose(func, args, kwargs, there, out[1]),)
+            elif name in BATCH_NORMS and _argument(func, args, kwargs, "training", True):
+                found = (_normalize(args, there, out),)
+            else:
+                if name in LOOKUPS:
+                    args = _within_table(func, args, kwargs, there)
+                args, kwargs = tree_map_only(Tensor, there, (args, kwargs))
+                found = func(*args, **kwargs)
+        except Exception as error:  # a world's numbers may be such as no model would meet
+            self.failed = self.failed or f"{name}: {error}"
+            return
+        exact = not any(_is_number(t) for t in given if id(t) in twins)
+        for real, twin in zip(tree_iter(out), tree_iter(found), strict=False):
+            fits = _is_plain(real) and _is_plain(twin) and real.shape == twin.shape
+            if fits and real.dtype != torch.bool and (exact or _is_number(real)):
+                self._keep(real, twin, world)
+
+    def _twins(self, given: Sequence[Tensor], world: int) -> dict[int, Tensor]:
+        """What stands for the arguments that differ in a world.
+
+        Numbers are content. Integers are content where no number differs: they look something up in
+        a table that all worlds share. Otherwise they arrange content, and stay as they are.
+        """
+        found = [(t, twin) for t in given if (twin := self.twin(t, world)) is not t]
+        numbers = [(t, twin) for t, twin in found if _is_number(t)]
+        return {id(t): twin for t, twin in numbers or found}
+
+    def _may_differ(self, written: Sequence[Tensor], given: Sequence[Tensor], world: int) -> bool:
+        """Whether a world may hold something else in what is written; not if numbers decide it."""
+        if all(_is_number(t) for t in written):
+            return True
+        masks = any(t.dtype == torch.bool for t in written)
+        return not masks and not any(_is_number(t) for t in given if self.twin(t, world) is not t)
+
+    def _keep(self, real: Tensor, twin: Tensor, world: int) -> None:
+        memory = self._of(real)
+        copy, new = memory.copies[world], twin.untyped_storage()
+        if copy is not None and copy._cdata == new._cdata:
+            return  # it was written in place
+        alike = (twin.stride(), twin.storage_offset()) == (real.stride(), real.storage_offset())
+        if alike and new.nbytes() == real.untyped_storage().nbytes() and _key(real) != new._cdata:
+            memory.copies[world] = new
+        else:
+            self._own(real, world)
+            self.twin(real, world).copy_(twin)
+
+    def _of(self, tensor: Tensor, start: int = 0) -> Memory:
+        at = _key(tensor)
+        if at not in self._memory:
+            ref = StorageWeakRef(tensor.untyped_storage())
+            self._memory[at] = Memory(ref, start, [None] * len(self.alive))
+        return self._memory[at]
+
+    def _own(self, tensor: Tensor, world: int, end: int | None = None) -> None:
+        """Gives a world its own copy of a tensor's memory."""
+        memory = self._of(tensor)
+        if memory.copies[world] is None:
+            real = tensor.untyped_storage()
+            memory.copies[world] = _copy(real, memory.start, real.nbytes() if end is None else end)
+
+    def _span(self, tensors: Sequence[Tensor]) -> None:
+        """Copies of what may be a part of a whole dataset are no larger than they must be."""
+        spans: dict[int, tuple[Tensor, int, int]] = {}
+        for tensor in tensors:
+            if not shares_memory(tensor):
+                start, end = _extent(tensor)
+                _, first, last = spans.get(_key(tensor), (tensor, start, end))
+                spans[_key(tensor)] = (tensor, min(first, start), max(last, end))
+        for at, (tensor, start, end) in spans.items():
+            if at not in self._memory:
+                self._of(tensor, start)
+                for world in range(len(self.alive)):
+                    self._own(tensor, world, end)
+
+    def _worlds(self, given: Sequence[Tensor]) -> list[int]:
+        """The worlds in which any of these tensors differs."""
+        known = [self._memory[at].copies for t in given if (at := _key(t)) in self._memory]
+        if self._shared:
+            known += [self._shared[g] for t in given if (g := _geometry(t)) in self._shared]
+        found = zip(*known, strict=True)
+        return [w for w, copies in enumerate(found) if any(copy is not None for copy in copies)]
+
+    def _share_views(
+        self, func: Any, args: Any, kwargs: Any, out: Any, worlds: Iterable[int]
+    ) -> None:
+        """A view of a tensor whose elements share memory has a twin of its own."""
+        if not self._shared or _geometry(args[0]) not in self._shared:
+            return
+        for world in worlds:
+            found = func(self.twin(args[0], world), *args[1:], **kwargs)
+            for real, twin in zip(tree_iter(out), tree_iter(found), strict=True):
+                known = self._shared.setdefault(_geometry(real), [None] * len(self.alive))
+                known[world] = twin
+
+    def _mark(self, name: str, given: Sequence[Tensor], out: Any, differs: bool) -> None:
+        """Follows which integers the data decided, and what was moved by them."""
+        keys = [(_key(t), _is_number(t)) for t in given]
+        decided = any(
+            key in self._decided or (key in self._memory and not number) for key, number in keys
+        )
+        moved = any(key in self._moved for key, _ in keys) or (decided and name in MOVING)
+        if not (differs or decided or moved):
+            return
+        for tensor in tree_iter(out):
+            if _is_plain(tensor):
+                if not _is_number(tensor):
+                    self._decided.add(_key(tensor))
+                elif moved:
+                    self._moved.add(_key(tensor))
+
+    def _tidy(self) -> None:
+        """Forgets memory that is no more, and gives worlds up that there is no room for."""
+        self._calls += 1
+        if self._calls % 32:
+            return
+        for at in [at for at, memory in self._memory.items() if memory.ref.expired()]:
+            del self._memory[at]
+            self._decided.discard(at)
+            self._moved.discard(at)
+        while self._room < sum([memory.nbytes for memory in self._memory.values()]):
+            alive = [world for world, there in enumerate(self.alive) if there]
+            self._give_up(alive[len(alive) // 2 :])
+
+    def _give_up(self, worlds: Iterable[int]) -> None:
+        for world in worlds:
+            self.alive[world] = False
+            for memory in self._memory.values():
+                memory.copies[world] = None
+            for twins in self._shared.values():
+                twins[world] = None
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """What is computed here belongs to no world, and to no graph."""
+        before, self._aside = self._aside, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._aside = before
+
+
+def other(x: Tensor, dim: int, shift: int) -> Tensor:
+    """Other contents for a tensor: integers are marked, numbers are those of other samples.
+
+    >>> other(torch.tensor([1.0, 2.0, 2.0]), 0, 1)
+    tensor([2., 1., 1.])
+    """
+    if x.dtype in MARK:
+        return x + MARK[x.dtype]
+    found = x.roll(shift, dim)
+    for further in range(1, min(x.shape[dim], 8)):
+        found = torch.where(found == x, x.roll(shift + further, dim), found)
+    return found
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether several elements of a tensor are the same place in memory.
+
+    >>> shares_memory(torch.zeros(3, 1).expand(3, 2)), shares_memory(torch.zeros(3, 2))
+    (True, False)
+    """
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def room_for(tensor: Tensor) -> int:
+    """How many bytes worlds may take where a tensor is.
+
+    >>> room_for(torch.zeros(1)) == HOST_BYTES
+    True
+    """
+    return torch.cuda.mem_get_info(tensor.device)[0] // 2 if tensor.is_cuda else HOST_BYTES
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _geometry(tensor: Tensor) -> Geometry:
+    return _key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its memory, and the one after its last."""
+    start = tensor.storage_offset()
+    last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
+    length = last + 1 if tensor.numel() else 0
+    return start * tensor.itemsize, (start + length) * tensor.itemsize
+
+
+def _copy(real: UntypedStorage, start: int, end: int) -> UntypedStorage:
+    held = torch.empty(0, dtype=torch.uint8, device=real.device).set_(real)  # type: ignore[call-overload]
+    copy: UntypedStorage = held[start:end].clone().untyped_storage()
+    return copy
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+
+
+def _is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_view(func: Any) -> bool:
+    """Whether an operation gives another view of what it is given, and changes nothing."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation changes in place."""
+    found = [
+        args[at] if at < len(args) else kwargs.get(argument.name)
+        for at, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [tensor for tensor in tree_iter(found) if _is_plain(tensor)]
+
+
+def _argument(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, default: Any
+) -> Any:
+    """An argument by its name."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            standard = argument.default_value if argument.has_default_value() else default
+            return args[at] if at < len(args) else kwargs.get(name, standard)
+    return default
+
+
+def _choose(
+    func: Any, args: Any, kwargs: Any, there: Callable[[Tensor], Tensor], chosen: Tensor
+) -> Tensor:
+    """The elements that the real call chose, as they are in a world."""
+    x, dim = there(args[0]), int(_argument(func, args, kwargs, "dim", -1))
+    if not x.ndim or chosen.ndim == x.ndim:
+        return x.gather(dim, chosen) if x.ndim else x
+    return x.gather(dim, chosen.unsqueeze(dim)).squeeze(dim)
+
+
+def _within_table(
+    func: Any, args: Any, kwargs: Any, there: Callable[[Tensor], Tensor]
+) -> tuple[Any, ...]:
+    """The arguments of a world; integers that were marked are those of the next entry of a table."""
+    table, dim = args[0], _argument(func, args, kwargs, "dim", None)
+
+    def entry(value: Any, dim: int) -> Any:
+        if not isinstance(value, Tensor) or value.dtype not in MARK:
+            return value
+        twin, mark = there(value), MARK[value.dtype]
+        other = (twin.remainder(mark) + 1) % table.shape[dim]
+        return torch.where(twin.abs() >= mark // 2, other, twin)
+
+    found = [table]
+    for argument in args[1:]:
+        if isinstance(argument, list | tuple):  # one index for each dimension
+            found.append([entry(index, at) for at, index in enumerate(argument)])
+        else:
+            found.append(entry(argument, 0 if dim is None else dim))
+    return tuple(found)
+
+
+def _normalize(args: Any, there: Callable[[Tensor], Tensor], out: Sequence[Tensor]) -> Tensor:
+    """A batch normalization of a world's input, by the statistics of the real one."""
+    x, weight, scale = args[0], args[1], out[2]
+    scale = scale if weight is None else scale * weight
+    moved = (there(x) - x) * scale.view(1, -1, *[1] * (x.ndim - 2))
+    return (out[0] + moved).to(out[0].dtype)
+
+
+@contextmanager
+def _same_randomness(
+    func: Any, given: Sequence[Tensor], kwargs: dict[str, Any], wanted: bool
+) -> Iterator[Callable[[], None]]:
+    """Gives a function that takes random numbers back to where they were; at the end they go on."""
+    if not wanted or torch.Tag.nondeterministic_seeded not in func.tags:
+        yield lambda: None
+        return
+    own = kwargs.get("generator")
+    sources = [torch.default_generator] if own is None else [own]
+    if own is None:
+        devices = {t.device for t in given if t.is_cuda}
+        sources += [torch.cuda.default_generators[device.index] for device in devices]
+    before, after = [source.get_state() for source in sources], list[Tensor]()
+
+    def start_again() -> None:
+        if not after:
+            after.extend(source.get_state() for source in sources)
+        for source, state in zip(sources, before, strict=True):
+            source.set_state(state)
+
+    yield start_again
+    for source, state in zip(sources, after, strict=True):
+        source.set_state(state)
