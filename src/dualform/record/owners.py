@@ -112,6 +112,11 @@ class Finding:
     reason: str = ""
     """Why they cannot be told apart."""
 
+    @property
+    def known(self) -> bool:
+        """Whether it says anything of whose the rows are."""
+        return self.pattern is not None or self.owners is not None
+
 
 def judge(lead: Sequence[int], changed: Tensor, members: Tensor, sample_of: Tensor) -> Finding:
     """Finds the pattern in which rows changed, or else the owner of each row.
@@ -380,29 +385,34 @@ class Owners:
 
     def learn(self, sightings: Sequence[Sighting]) -> None:
         """Takes over what an experiment has found."""
+        found: dict[int, list[Sighting]] = {}
         for sighting in sightings:
-            site, finding = sighting.site, sighting.finding
-            if finding.reason:
-                self.refuse(site, finding.reason)
-            elif finding.pattern is not None or finding.owners is not None:
-                self._seen |= site.terms.keys()
-                self._compare(sighting, finding.pattern)
+            if sighting.finding.reason:
+                self.refuse(sighting.site, sighting.finding.reason)
+            elif sighting.finding.known:
+                found.setdefault(id(sighting.site), []).append(sighting)
+        for calls in found.values():
+            self._seen |= calls[0].site.terms.keys()
+            self._compare(calls)
 
-    def _compare(self, sighting: Sighting, pattern: Pattern | None) -> None:
-        """Holds a pattern, or that there is none, against what earlier experiments found."""
-        site, ndim = sighting.site, len(sighting.lead)
+    def _compare(self, calls: Sequence[Sighting]) -> None:
+        """Holds what was found of all calls at a site against what earlier experiments found."""
+        site = calls[0].site
+        patterns = {(len(call.lead), call.finding.pattern) for call in calls}
+        regular = len(dict(patterns)) == len(patterns) and None not in dict(patterns).values()
         order = self._known.get(id(site))
         if order is None:
-            order = Known(site, agreed=0 if sighting.moves else TRIALS)
-            self._known[id(site)] = order
-        known = order.patterns.get(ndim)
-        if pattern is not None and known in (None, pattern):
-            order.patterns[ndim] = pattern
-            order.agreed += 1
-        else:
-            if known is not None and order.agreed >= TRIALS and not order.followed:
-                self.refuse(site, CHANGED)
-            order.followed = True
+            moves = any(call.moves for call in calls)
+            order = self._known[id(site)] = Known(site, agreed=0 if moves else TRIALS)
+            order.followed = not regular
+        elif not order.followed:
+            known = order.patterns
+            if not regular or any(known.get(ndim, p) != p for ndim, p in patterns):
+                order.followed = True
+                if order.agreed >= TRIALS:  # passes since the last experiment went by a pattern
+                    self.refuse(site, CHANGED)
+        order.patterns |= {ndim: pattern for ndim, pattern in patterns if pattern is not None}
+        order.agreed += 1
 
     def refuse(self, site: Site, reason: str) -> None:
         """The site's books have rows that cannot be given to samples."""
@@ -421,9 +431,10 @@ class Owners:
                 return self.refused[book]
         if batch.size == 1:
             return math.prod(lead)
-        pattern = self._pattern(site, len(lead)) if seen is None else seen.finding.pattern
-        if seen is not None and seen.finding.owners is not None:
+        known = seen is not None and seen.finding.known
+        if known and seen.finding.owners is not None:
             return seen.finding.owners
+        pattern = seen.finding.pattern if known else self._pattern(site, len(lead))
         stretch = None if pattern is None else pattern.stretch(lead, batch.size)
         shape = "×".join(map(str, lead)) or "1"
         return UNSEEN.format(shape, batch.size) if stretch is None else stretch

@@ -475,6 +475,12 @@ def _within_table(
         other = (twin.remainder(mark) + 1) % table.shape[dim]
         return torch.where(twin.abs() >= mark // 2, other, twin)
 
+    if func.overloadpacket.__name__ == "_embedding_bag":
+        indices, offsets = entry(args[1], 0), there(args[2])
+        bags = torch.searchsorted(args[2], torch.arange(len(indices)).to(offsets), right=True) - 1
+        marked = (offsets != args[2])[bags]
+        indices = torch.where(marked, (indices + 1) % len(table), indices)
+        return table, indices, args[2].clone(), *args[3:]
     found = [table]
     for argument in args[1:]:
         if isinstance(argument, list | tuple):  # one index for each dimension

@@ -306,7 +306,8 @@ class Watch:
             if batch.begun and not batch.calls and is_single(use):
                 batch.alone()
             batch.calls += 1
-        seen = None if trial is None else trial.observe(use)
+        single = batch is not None and batch.size == 1  # as its first layer may have shown
+        seen = None if trial is None or single else trial.observe(use)
         if batch is not None:
             when_errors_come(use, self._backward(use, batch, seen))
 
