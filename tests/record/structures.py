@@ -1,6 +1,6 @@
 """Models in which the shape of a layer's input does not say whose row is whose.
 
-Each structure is built at a batch of `B` samples. No sample sees another, so what a sample adds to a
+Each structure is built for `B` samples. No sample sees another, so what a sample adds to a
 weight is the gradient of its own loss, which is what the laws of `test_owners.py` compare with.
 """
 
@@ -468,14 +468,14 @@ class NormalizedPlaces(Tokens):
         return self.head(self.mix(self.words(x) + places).mean(1))
 
 
-@structure(tokens(B, 7), by_step={"bias": NOBODY})
-@structure(tokens(B, B), "as many words as samples", by_step={"bias": NOBODY})
+@structure(tokens(B, 7), by_step={"distances": NOBODY})
+@structure(tokens(B, B), "as many words as samples", by_step={"distances": NOBODY})
 class RelativeBias(Tokens):
     """A table of distances, shared by all samples, as T5 has it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.project, self.bias = nn.Linear(D, 3 * D), nn.Embedding(20, 2)
+        self.project, self.distances = nn.Linear(D, 3 * D), nn.Embedding(20, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         samples, time = x.shape
@@ -483,7 +483,7 @@ class RelativeBias(Tokens):
             self.project(self.words(x)).view(samples, time, 3, 2, D // 2).permute(2, 0, 3, 1, 4)
         )
         far = torch.arange(time)[:, None] - torch.arange(time) + 8
-        scores = q @ k.mT + self.bias(far).permute(2, 0, 1)
+        scores = q @ k.mT + self.distances(far).permute(2, 0, 1)
         return self.head((scores.softmax(-1) @ v).transpose(1, 2).flatten(2).mean(1))
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dualform.record.layers import Rows, Seen, Site, Use
 from dualform.record.tape import Batch
-from dualform.record.twins import Twins, other, room_for, shares_memory
+from dualform.record.twins import Twins, other, outside, room_for, shares_memory
 
 PASSES = 32
 """So many passes are experiments at the most while there are layers that none has seen."""
@@ -220,23 +220,21 @@ class Trial:
         Its own outputs stand in for the errors, which will come back in the same places.
         """
         with torch.no_grad():
-            found = [self._sight(rows) for rows in use.rows(list(use.outputs))]
-        if isinstance(use, Use) and len(found) == 1 and not found[0].changed.any():
-            self._propose(use, found[0])
+            all_rows = list(use.rows(list(use.outputs)))
+        with outside():
+            found = [self._sight(rows) for rows in all_rows]
+            if isinstance(use, Use) and len(found) == 1 and not found[0].changed.any():
+                self._propose(use, found[0])
         self._uses.append((use, found))
         return found
 
     def _sight(self, rows: Rows) -> Sighting:
         keys, values, site = rows.keys, rows.values, rows.site
         lead = tuple(keys.shape[: keys.ndim - site.key_dims])
-        count = math.prod(lead)
-        changed = torch.zeros(len(self.twins.alive), count, dtype=torch.bool)
-        for world, there in enumerate(self.twins.alive):
-            if there and count:
-                for part in (keys, values):
-                    if part is not None and part.numel():
-                        differs = self.twins.differing(part, world).reshape(count, -1).any(1)
-                        changed[world] |= differs.cpu()
+        changed = self.twins.differing(keys, site.key_dims)
+        if values is not None:
+            changed |= self.twins.differing(values, site.value_dims)
+        changed = changed.reshape(len(changed), math.prod(lead)).cpu()
         return Sighting(site, lead, changed, self.twins.moves(keys))
 
     def _propose(self, use: Use, sighting: Sighting) -> None:
@@ -348,7 +346,7 @@ class Known:
     patterns: dict[int, Pattern] = field(default_factory=dict)
     """By the number of dimensions before a row."""
     agreed: int = TRIALS
-    """How many experiments found the same; those that must are counted only where data may decide."""
+    """How many experiments found the same; one is enough where the data moves nothing."""
     followed: bool = False
     """Whether every pass must be an experiment."""
 
@@ -375,7 +373,7 @@ class Owners:
 
     def _is_due(self, dropped: set[str]) -> bool:
         if self._passes >= self._next:  # ever more seldom, and at no fixed times
-            self._next += self._draw.randint(self._next, 3 * self._next)
+            self._next += self._draw.randint(7 * self._next, 15 * self._next)
             return True
         trained = {name for name, p in self._parameters.items() if p.requires_grad}
         unseen = trained - self._seen - dropped - self.refused.keys()
@@ -431,10 +429,10 @@ class Owners:
                 return self.refused[book]
         if batch.size == 1:
             return math.prod(lead)
-        known = seen is not None and seen.finding.known
-        if known and seen.finding.owners is not None:
-            return seen.finding.owners
-        pattern = seen.finding.pattern if known else self._pattern(site, len(lead))
+        found = Finding() if seen is None else seen.finding
+        if found.owners is not None:
+            return found.owners
+        pattern = found.pattern or self._pattern(site, len(lead))
         stretch = None if pattern is None else pattern.stretch(lead, batch.size)
         shape = "×".join(map(str, lead)) or "1"
         return UNSEEN.format(shape, batch.size) if stretch is None else stretch

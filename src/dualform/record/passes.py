@@ -43,7 +43,7 @@ class Batches:
             self._batch = None
 
     def begin(self, given: Iterable[Tensor]) -> Batch | None:
-        """A forward pass of the whole model begins, given these tensors; its batch, if it is new."""
+        """A forward pass of the whole model begins, given these tensors: its batch, if new."""
         again = _current_backward() >= 0  # by checkpointing
         if again and self._named:
             return None

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
 SHAPES_ONLY = {
@@ -78,7 +78,7 @@ class Memory:
         return sum([copy.nbytes() for copy in self.copies if copy is not None])
 
 
-class Twins(TorchDispatchMode):
+class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, follows what differs in each of some worlds.
 
     >>> x = torch.tensor([1.0, 2.0])
@@ -86,12 +86,12 @@ class Twins(TorchDispatchMode):
     >>> twins.change([x], 0, [torch.tensor([1.0, 5.0])])
     >>> with twins:
     ...     y = 2 * x
-    >>> twins.differing(y, 0)
-    tensor([False,  True])
+    >>> twins.differing(y, dims=0)
+    tensor([[False,  True]])
     """
 
     def __init__(self, worlds: int, room: int = HOST_BYTES) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive = [True] * worlds
         """The worlds that were not given up for want of memory."""
         self.failed = ""
@@ -104,7 +104,6 @@ class Twins(TorchDispatchMode):
         """Memory that holds integers which the data decided."""
         self._moved: set[int] = set()
         """Memory whose elements are where such integers said."""
-        self._aside = False
         self._calls = 0
 
     # What is asked
@@ -114,29 +113,34 @@ class Twins(TorchDispatchMode):
 
         They are given together because several may be parts of one piece of memory.
         """
-        with self._looking():
-            self._span(tensors)
-            for tensor, twin in zip(tensors, twins, strict=True):
-                if shares_memory(tensor):
-                    known = self._shared.setdefault(_geometry(tensor), [None] * len(self.alive))
-                    known[world] = twin
-                else:
-                    self._own(tensor, world)
-                    self.twin(tensor, world).copy_(twin)
+        self._span(tensors)
+        for tensor, twin in zip(tensors, twins, strict=True):
+            if shares_memory(tensor):
+                known = self._shared.setdefault(_geometry(tensor), [None] * len(self.alive))
+                known[world] = twin
+            else:
+                self._own(tensor, world)
+                self.twin(tensor, world).copy_(twin)
 
-    def differing(self, tensor: Tensor, world: int) -> Tensor:
-        """Which elements of a tensor are others in a world, by more than rounding."""
-        with self._looking():
-            twin = self.twin(tensor, world)
-            if twin is tensor:
-                return torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
-            if not tensor.is_floating_point():
-                return tensor != twin
-            size = tensor.abs()
-            largest = size.amax(-1, keepdim=True) if size.ndim and size.shape[-1] else size
-            reach = ROUNDINGS * torch.finfo(tensor.dtype).eps * largest
-            same = ((tensor - twin).abs() <= reach) | (tensor == twin)
-            return ~(same | (tensor.isnan() & twin.isnan()))
+    def differing(self, tensor: Tensor, dims: int) -> Tensor:
+        """(worlds, …): which rows of a tensor differ in each world, by more than rounding.
+
+        A row is made of the last `dims` dimensions.
+        """
+        lead = tensor.shape[: tensor.ndim - dims]
+        found = torch.zeros(len(self.alive), *lead, dtype=torch.bool, device=tensor.device)
+        worlds = self._worlds([tensor]) if tensor.numel() else []
+        if not worlds:
+            return found
+        tensor, twins = tensor.detach(), torch.stack([self.twin(tensor, w) for w in worlds])
+        same = tensor == twins
+        if tensor.is_floating_point():
+            last = tuple(range(tensor.ndim - dims, tensor.ndim))
+            largest = tensor.abs().amax(last, keepdim=True) if dims else tensor.abs()
+            same |= (tensor - twins).abs() <= ROUNDINGS * torch.finfo(tensor.dtype).eps * largest
+            same |= tensor.isnan() & twins.isnan()
+        found[worlds] = ~same.reshape(len(worlds), *lead, -1).all(-1)
+        return found
 
     def moves(self, tensor: Tensor) -> bool:
         """Whether the data decided where the tensor's elements are."""
@@ -170,8 +174,6 @@ class Twins(TorchDispatchMode):
     ) -> Any:
         """Makes the call, and makes it again in each world where something differs."""
         kwargs = kwargs or {}
-        if self._aside:
-            return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         given = [t for t in tree_iter((args, kwargs)) if _is_plain(t)]
         worlds = [] if name in SHAPES_ONLY | COUNTING else self._worlds(given)
@@ -270,7 +272,7 @@ class Twins(TorchDispatchMode):
     def _of(self, tensor: Tensor, start: int = 0) -> Memory:
         at = _key(tensor)
         if at not in self._memory:
-            ref = StorageWeakRef(tensor.untyped_storage())
+            ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
             self._memory[at] = Memory(ref, start, [None] * len(self.alive))
         return self._memory[at]
 
@@ -297,7 +299,9 @@ class Twins(TorchDispatchMode):
 
     def _worlds(self, given: Sequence[Tensor]) -> list[int]:
         """The worlds in which any of these tensors differs."""
-        known = [self._memory[at].copies for t in given if (at := _key(t)) in self._memory]
+        known: list[Sequence[object]] = [
+            self._memory[at].copies for t in given if (at := _key(t)) in self._memory
+        ]
         if self._shared:
             known += [self._shared[g] for t in given if (g := _geometry(t)) in self._shared]
         found = zip(*known, strict=True)
@@ -336,7 +340,7 @@ class Twins(TorchDispatchMode):
         self._calls += 1
         if self._calls % 32:
             return
-        for at in [at for at, memory in self._memory.items() if memory.ref.expired()]:
+        for at in [at for at, memory in self._memory.items() if _is_gone(memory)]:
             del self._memory[at]
             self._decided.discard(at)
             self._moved.discard(at)
@@ -352,15 +356,12 @@ class Twins(TorchDispatchMode):
             for twins in self._shared.values():
                 twins[world] = None
 
-    @contextmanager
-    def _looking(self) -> Iterator[None]:
-        """What is computed here belongs to no world, and to no graph."""
-        before, self._aside = self._aside, True
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._aside = before
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """What is computed here belongs to no world, and to no graph."""
+    with torch.no_grad(), _disable_current_modes():
+        yield
 
 
 def other(x: Tensor, dim: int, shift: int) -> Tensor:
@@ -395,24 +396,28 @@ def room_for(tensor: Tensor) -> int:
     return torch.cuda.mem_get_info(tensor.device)[0] // 2 if tensor.is_cuda else HOST_BYTES
 
 
+def _is_gone(memory: Memory) -> bool:
+    return bool(memory.ref.expired())  # type: ignore[no-untyped-call]
+
+
 def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 def _geometry(tensor: Tensor) -> Geometry:
-    return _key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
+    return _key(tensor), int(tensor.storage_offset()), tensor.shape, tensor.stride()
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """The first byte of a tensor in its memory, and the one after its last."""
-    start = tensor.storage_offset()
+    start = int(tensor.storage_offset())
     last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
     length = last + 1 if tensor.numel() else 0
     return start * tensor.itemsize, (start + length) * tensor.itemsize
 
 
 def _copy(real: UntypedStorage, start: int, end: int) -> UntypedStorage:
-    held = torch.empty(0, dtype=torch.uint8, device=real.device).set_(real)  # type: ignore[call-overload]
+    held = torch.empty(0, dtype=torch.uint8, device=real.device).set_(real)
     copy: UntypedStorage = held[start:end].clone().untyped_storage()
     return copy
 
@@ -465,7 +470,7 @@ def _choose(
 def _within_table(
     func: Any, args: Any, kwargs: Any, there: Callable[[Tensor], Tensor]
 ) -> tuple[Any, ...]:
-    """The arguments of a world; integers that were marked are those of the next entry of a table."""
+    """The arguments of a world; marked integers name the next entry of a table."""
     table, dim = args[0], _argument(func, args, kwargs, "dim", None)
 
     def entry(value: Any, dim: int) -> Any:
@@ -495,7 +500,8 @@ def _normalize(args: Any, there: Callable[[Tensor], Tensor], out: Sequence[Tenso
     x, weight, scale = args[0], args[1], out[2]
     scale = scale if weight is None else scale * weight
     moved = (there(x) - x) * scale.view(1, -1, *[1] * (x.ndim - 2))
-    return (out[0] + moved).to(out[0].dtype)
+    found: Tensor = (out[0] + moved).to(out[0].dtype)
+    return found
 
 
 @contextmanager

@@ -248,12 +248,12 @@ class Watch:
         def end(*_: Any) -> None:
             handle.remove()
             self._here.trial = None
-            trial.twins.__exit__(None, None, None)
+            trial.twins.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.owners.learn(trial.close())
 
         handle = module.register_forward_hook(Hook(end), always_call=True)
         self._here.trial = trial
-        trial.twins.__enter__()
+        trial.twins.__enter__()  # type: ignore[no-untyped-call]
 
     def _enter(self) -> None:
         self._here.depth += 1
