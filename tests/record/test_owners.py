@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dualform
-from dualform.record.owners import (
-    CHANGED,
+from dualform.record.owners import CHANGED
+from dualform.record.owners.patterns import (
     MIXES,
     NOBODY,
     Pattern,
@@ -28,7 +28,7 @@ from dualform.record.owners import (
     owners_by,
     patterns,
 )
-from dualform.record.twins import Twins
+from dualform.record.owners.twins import Twins
 
 
 @pytest.mark.parametrize("name", STRUCTURES)

@@ -15,7 +15,7 @@ from tests.record.structures import B, Structure, numbers, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dualform.record.owners import NOBODY
+from dualform.record.owners.patterns import NOBODY
 
 SMALL = {
     "vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -11,7 +11,7 @@ place, need no care: a tensor's twin is the same view of the copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -20,41 +20,20 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter
 
-SHAPES_ONLY = {
-    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
-    "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
-}  # fmt: skip
-"""Operations whose result depends on the shape of what they are given, not on its contents."""
-
-CHOOSING = {"sort", "topk", "max", "min", "kthvalue", "median", "mode", "cummax", "cummin"}
-"""Operations that choose elements, and say which: a world chooses the same ones."""
-
-MOVING = {
-    "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "index_select",
-    "index_add", "index_add_", "index_copy", "index_copy_", "gather", "scatter", "scatter_",
-    "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_select",
-    "masked_scatter", "masked_scatter_", "take", "_pack_padded_sequence", "repeat_interleave",
-}  # fmt: skip
-"""Operations that move elements to where integers say."""
-
-LOOKUPS = {
-    "embedding", "embedding_renorm_", "_embedding_bag", "index", "_unsafe_index", "index_select",
-    "gather", "take", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add",
-    "index_add_", "index_put", "index_put_", "_index_put_impl_",
-}  # fmt: skip
-"""Operations that look integers up: where these are marked, a world looks up something else."""
-COUNTING = {"bincount", "repeat_interleave", "histc", "one_hot"}
-"""Operations that integers must not be too large for: worlds do without them."""
-MARK = {torch.int64: 1 << 40, torch.int32: 1 << 24}
-"""What is added to an integer to make it another one, which no table has."""
-
-BATCH_NORMS = {
-    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit",
-    "_batch_norm_with_update",
-}  # fmt: skip
-"""Normalizations over the batch: worlds keep the statistics of the real one."""
+from dualform.record.owners.calls import (
+    COUNTING,
+    MARK,
+    MOVING,
+    SHAPES_ONLY,
+    call_there,
+    is_number,
+    is_plain,
+    is_view,
+    same_randomness,
+    written_by,
+)
 
 HOST_BYTES = 2 << 30
 """How much memory all worlds together may take on a CPU; on a GPU, half of what is free."""
@@ -175,22 +154,22 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Makes the call, and makes it again in each world where something differs."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        given = [t for t in tree_iter((args, kwargs)) if _is_plain(t)]
+        given = [t for t in tree_iter((args, kwargs)) if is_plain(t)]
         worlds = [] if name in SHAPES_ONLY | COUNTING else self._worlds(given)
-        if _is_view(func):
+        if is_view(func):
             out = func(*args, **kwargs)
             self._share_views(func, args, kwargs, out, worlds)
             return out
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         worlds = [w for w in worlds if self._may_differ(written, given, w)]
         for world in worlds:
             for tensor in written:
                 self._own(tensor, world)
-        with _same_randomness(func, given, kwargs, bool(worlds)) as start_again:
+        with same_randomness(func, given, kwargs, bool(worlds)) as start_again:
             out = self._really(func, args, kwargs)
             for world in worlds:
                 start_again()
-                self._live(name, func, args, kwargs, given, out, world)
+                self._live(func, args, kwargs, given, out, world)
         self._mark(name, given, out, bool(worlds))
         self._tidy()
         return out
@@ -206,14 +185,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
 
     def _live(
-        self,
-        name: str,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        given: Sequence[Tensor],
-        out: Any,
-        world: int,
+        self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor], out: Any, world: int
     ) -> None:
         """Makes a call in one world, and keeps what it gives there."""
         twins = self._twins(given, world)
@@ -222,22 +194,14 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return twins.get(id(tensor), tensor)
 
         try:
-            if name in CHOOSING and isinstance(out, tuple | list) and len(out) == 2:
-                found: Any = (_choose(func, args, kwargs, there, out[1]),)
-            elif name in BATCH_NORMS and _argument(func, args, kwargs, "training", True):
-                found = (_normalize(args, there, out),)
-            else:
-                if name in LOOKUPS:
-                    args = _within_table(func, args, kwargs, there)
-                args, kwargs = tree_map_only(Tensor, there, (args, kwargs))
-                found = func(*args, **kwargs)
+            found = call_there(func, args, kwargs, there, out)
         except Exception as error:  # a world's numbers may be such as no model would meet
-            self.failed = self.failed or f"{name}: {error}"
+            self.failed = self.failed or f"{func}: {error}"
             return
-        exact = not any(_is_number(t) for t in given if id(t) in twins)
+        exact = not any(is_number(t) for t in given if id(t) in twins)
         for real, twin in zip(tree_iter(out), tree_iter(found), strict=False):
-            fits = _is_plain(real) and _is_plain(twin) and real.shape == twin.shape
-            if fits and real.dtype != torch.bool and (exact or _is_number(real)):
+            fits = is_plain(real) and is_plain(twin) and real.shape == twin.shape
+            if fits and real.dtype != torch.bool and (exact or is_number(real)):
                 self._keep(real, twin, world)
 
     def _twins(self, given: Sequence[Tensor], world: int) -> dict[int, Tensor]:
@@ -247,15 +211,15 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         a table that all worlds share. Otherwise they arrange content, and stay as they are.
         """
         found = [(t, twin) for t in given if (twin := self.twin(t, world)) is not t]
-        numbers = [(t, twin) for t, twin in found if _is_number(t)]
+        numbers = [(t, twin) for t, twin in found if is_number(t)]
         return {id(t): twin for t, twin in numbers or found}
 
     def _may_differ(self, written: Sequence[Tensor], given: Sequence[Tensor], world: int) -> bool:
         """Whether a world may hold something else in what is written; not if numbers decide it."""
-        if all(_is_number(t) for t in written):
+        if all(is_number(t) for t in written):
             return True
         masks = any(t.dtype == torch.bool for t in written)
-        return not masks and not any(_is_number(t) for t in given if self.twin(t, world) is not t)
+        return not masks and not any(is_number(t) for t in given if self.twin(t, world) is not t)
 
     def _keep(self, real: Tensor, twin: Tensor, world: int) -> None:
         memory = self._of(real)
@@ -321,7 +285,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _mark(self, name: str, given: Sequence[Tensor], out: Any, differs: bool) -> None:
         """Follows which integers the data decided, and what was moved by them."""
-        keys = [(_key(t), _is_number(t)) for t in given]
+        keys = [(_key(t), is_number(t)) for t in given]
         decided = any(
             key in self._decided or (key in self._memory and not number) for key, number in keys
         )
@@ -329,8 +293,8 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (differs or decided or moved):
             return
         for tensor in tree_iter(out):
-            if _is_plain(tensor):
-                if not _is_number(tensor):
+            if is_plain(tensor):
+                if not is_number(tensor):
                     self._decided.add(_key(tensor))
                 elif moved:
                     self._moved.add(_key(tensor))
@@ -420,111 +384,3 @@ def _copy(real: UntypedStorage, start: int, end: int) -> UntypedStorage:
     held = torch.empty(0, dtype=torch.uint8, device=real.device).set_(real)
     copy: UntypedStorage = held[start:end].clone().untyped_storage()
     return copy
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
-
-
-def _is_number(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _is_view(func: Any) -> bool:
-    """Whether an operation gives another view of what it is given, and changes nothing."""
-    aliases = [result.alias_info for result in func._schema.returns]
-    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation changes in place."""
-    found = [
-        args[at] if at < len(args) else kwargs.get(argument.name)
-        for at, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    return [tensor for tensor in tree_iter(found) if _is_plain(tensor)]
-
-
-def _argument(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, default: Any
-) -> Any:
-    """An argument by its name."""
-    for at, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            standard = argument.default_value if argument.has_default_value() else default
-            return args[at] if at < len(args) else kwargs.get(name, standard)
-    return default
-
-
-def _choose(
-    func: Any, args: Any, kwargs: Any, there: Callable[[Tensor], Tensor], chosen: Tensor
-) -> Tensor:
-    """The elements that the real call chose, as they are in a world."""
-    x, dim = there(args[0]), int(_argument(func, args, kwargs, "dim", -1))
-    if not x.ndim or chosen.ndim == x.ndim:
-        return x.gather(dim, chosen) if x.ndim else x
-    return x.gather(dim, chosen.unsqueeze(dim)).squeeze(dim)
-
-
-def _within_table(
-    func: Any, args: Any, kwargs: Any, there: Callable[[Tensor], Tensor]
-) -> tuple[Any, ...]:
-    """The arguments of a world; marked integers name the next entry of a table."""
-    table, dim = args[0], _argument(func, args, kwargs, "dim", None)
-
-    def entry(value: Any, dim: int) -> Any:
-        if not isinstance(value, Tensor) or value.dtype not in MARK:
-            return value
-        twin, mark = there(value), MARK[value.dtype]
-        other = (twin.remainder(mark) + 1) % table.shape[dim]
-        return torch.where(twin.abs() >= mark // 2, other, twin)
-
-    if func.overloadpacket.__name__ == "_embedding_bag":
-        indices, offsets = entry(args[1], 0), there(args[2])
-        bags = torch.searchsorted(args[2], torch.arange(len(indices)).to(offsets), right=True) - 1
-        marked = (offsets != args[2])[bags]
-        indices = torch.where(marked, (indices + 1) % len(table), indices)
-        return table, indices, args[2].clone(), *args[3:]
-    found = [table]
-    for argument in args[1:]:
-        if isinstance(argument, list | tuple):  # one index for each dimension
-            found.append([entry(index, at) for at, index in enumerate(argument)])
-        else:
-            found.append(entry(argument, 0 if dim is None else dim))
-    return tuple(found)
-
-
-def _normalize(args: Any, there: Callable[[Tensor], Tensor], out: Sequence[Tensor]) -> Tensor:
-    """A batch normalization of a world's input, by the statistics of the real one."""
-    x, weight, scale = args[0], args[1], out[2]
-    scale = scale if weight is None else scale * weight
-    moved = (there(x) - x) * scale.view(1, -1, *[1] * (x.ndim - 2))
-    found: Tensor = (out[0] + moved).to(out[0].dtype)
-    return found
-
-
-@contextmanager
-def _same_randomness(
-    func: Any, given: Sequence[Tensor], kwargs: dict[str, Any], wanted: bool
-) -> Iterator[Callable[[], None]]:
-    """Gives a function that takes random numbers back to where they were; at the end they go on."""
-    if not wanted or torch.Tag.nondeterministic_seeded not in func.tags:
-        yield lambda: None
-        return
-    own = kwargs.get("generator")
-    sources = [torch.default_generator] if own is None else [own]
-    if own is None:
-        devices = {t.device for t in given if t.is_cuda}
-        sources += [torch.cuda.default_generators[device.index] for device in devices]
-    before, after = [source.get_state() for source in sources], list[Tensor]()
-
-    def start_again() -> None:
-        if not after:
-            after.extend(source.get_state() for source in sources)
-        for source, state in zip(sources, before, strict=True):
-            source.set_state(state)
-
-    yield start_again
-    for source, state in zip(sources, after, strict=True):
-        source.set_state(state)
