@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
 
 SHAPES_ONLY = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
@@ -56,12 +55,26 @@ def call_there(
         return (_normalize(args, there, out),)
     if name in LOOKUPS:
         args = _within_table(func, args, kwargs, there)
-    args, kwargs = tree_map_only(Tensor, there, (args, kwargs))
-    return func(*args, **kwargs)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [replaced(part) for part in value]
+        return there(value) if isinstance(value, Tensor) else value
+
+    return func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
 
 
-def is_plain(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
+def tensors_of(values: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, which may be lists of tensors.
+
+    >>> len(tensors_of((torch.zeros(2), 3, [torch.zeros(1), None])))
+    2
+    """
+    if isinstance(values, Tensor):
+        return [values] if values.layout == torch.strided and not values.is_nested else []
+    if isinstance(values, list | tuple):
+        return [tensor for part in values for tensor in tensors_of(part)]
+    return []
 
 
 def is_number(tensor: Tensor) -> bool:
@@ -81,7 +94,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
         for at, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return [tensor for tensor in tree_iter(found) if is_plain(tensor)]
+    return tensors_of(found)
 
 
 def _argument(

@@ -86,20 +86,26 @@ class Trial:
             self.twins.change([x for x, _ in chosen], first + world, twins)
 
     def observe(self, use: Seen) -> list[Sighting]:
-        """Looks at the rows of a call that has just been made.
+        """Looks at the rows of a call that has just been made: at their keys, as a rule.
 
-        Its own outputs stand in for the errors, which will come back in the same places.
+        Where those say nothing, its outputs stand in for the errors that will come back there.
         """
-        with torch.no_grad():
-            all_rows = list(use.rows(list(use.outputs)))
-        with outside():
-            found = [self._sight(rows) for rows in all_rows]
+        found = self._sight(use, None)
+        if not all(sighting.changed.any() for sighting in found):
+            found = self._sight(use, list(use.outputs))
             if isinstance(use, Use) and len(found) == 1 and not found[0].changed.any():
-                self._propose(use, found[0])
+                with outside():
+                    self._propose(use, found[0])
         self._uses.append((use, found))
         return found
 
-    def _sight(self, rows: Rows) -> Sighting:
+    def _sight(self, use: Seen, errors: Sequence[Tensor] | None) -> list[Sighting]:
+        with torch.no_grad():
+            all_rows = list(use.rows(errors))
+        with outside():
+            return [self._sighting(rows) for rows in all_rows]
+
+    def _sighting(self, rows: Rows) -> Sighting:
         keys, values, site = rows.keys, rows.values, rows.site
         lead = tuple(keys.shape[: keys.ndim - site.key_dims])
         changed = self.twins.differing(keys, site.key_dims)
@@ -137,8 +143,9 @@ class Trial:
             if not (isinstance(use, Use) and use.superseded)
         ]
         self._uses = []
+        axis = self._axis()
         for sighting in self._sightings:
-            sighting.finding = self._judge(sighting, self._axis())
+            sighting.finding = self._judge(sighting, axis)
         for proposal in self._proposals:
             if self._holds(proposal):
                 self._accept(proposal)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
 
 from dualform.record.owners.calls import (
     COUNTING,
@@ -29,14 +28,16 @@ from dualform.record.owners.calls import (
     SHAPES_ONLY,
     call_there,
     is_number,
-    is_plain,
     is_view,
     same_randomness,
+    tensors_of,
     written_by,
 )
 
 HOST_BYTES = 2 << 30
 """How much memory all worlds together may take on a CPU; on a GPU, half of what is free."""
+ELEMENTS = 128
+"""So many elements of a row are compared, where it has more."""
 ROUNDINGS = 64.0
 """By more than so many roundings of a row's largest element must something differ to count."""
 
@@ -104,21 +105,25 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def differing(self, tensor: Tensor, dims: int) -> Tensor:
         """(worlds, …): which rows of a tensor differ in each world, by more than rounding.
 
-        A row is made of the last `dims` dimensions.
+        A row is made of the last `dims` dimensions; some elements of it tell.
         """
         lead = tensor.shape[: tensor.ndim - dims]
         found = torch.zeros(len(self.alive), *lead, dtype=torch.bool, device=tensor.device)
         worlds = self._worlds([tensor]) if tensor.numel() else []
         if not worlds:
             return found
-        tensor, twins = tensor.detach(), torch.stack([self.twin(tensor, w) for w in worlds])
-        same = tensor == twins
+
+        def some(t: Tensor) -> Tensor:
+            rows = t.detach().reshape(*lead, -1)
+            return rows[..., :: 1 + (rows.shape[-1] - 1) // ELEMENTS]
+
+        real, twins = some(tensor), torch.stack([some(self.twin(tensor, w)) for w in worlds])
+        same = real == twins
         if tensor.is_floating_point():
-            last = tuple(range(tensor.ndim - dims, tensor.ndim))
-            largest = tensor.abs().amax(last, keepdim=True) if dims else tensor.abs()
-            same |= (tensor - twins).abs() <= ROUNDINGS * torch.finfo(tensor.dtype).eps * largest
-            same |= tensor.isnan() & twins.isnan()
-        found[worlds] = ~same.reshape(len(worlds), *lead, -1).all(-1)
+            reach = ROUNDINGS * torch.finfo(tensor.dtype).eps * real.abs().amax(-1, keepdim=True)
+            same |= (real - twins).abs() <= reach
+            same |= real.isnan() & twins.isnan()
+        found[worlds] = ~same.all(-1)
         return found
 
     def moves(self, tensor: Tensor) -> bool:
@@ -154,7 +159,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Makes the call, and makes it again in each world where something differs."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        given = [t for t in tree_iter((args, kwargs)) if is_plain(t)]
+        given = tensors_of((*args, *kwargs.values()))
         worlds = [] if name in SHAPES_ONLY | COUNTING else self._worlds(given)
         if is_view(func):
             out = func(*args, **kwargs)
@@ -199,9 +204,9 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.failed = self.failed or f"{func}: {error}"
             return
         exact = not any(is_number(t) for t in given if id(t) in twins)
-        for real, twin in zip(tree_iter(out), tree_iter(found), strict=False):
-            fits = is_plain(real) and is_plain(twin) and real.shape == twin.shape
-            if fits and real.dtype != torch.bool and (exact or is_number(real)):
+        for real, twin in zip(tensors_of(out), tensors_of(found), strict=False):
+            told = real.dtype != torch.bool and (exact or is_number(real))
+            if told and real.shape == twin.shape:
                 self._keep(real, twin, world)
 
     def _twins(self, given: Sequence[Tensor], world: int) -> dict[int, Tensor]:
@@ -279,7 +284,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         for world in worlds:
             found = func(self.twin(args[0], world), *args[1:], **kwargs)
-            for real, twin in zip(tree_iter(out), tree_iter(found), strict=True):
+            for real, twin in zip(tensors_of(out), tensors_of(found), strict=True):
                 known = self._shared.setdefault(_geometry(real), [None] * len(self.alive))
                 known[world] = twin
 
@@ -292,12 +297,11 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = any(key in self._moved for key, _ in keys) or (decided and name in MOVING)
         if not (differs or decided or moved):
             return
-        for tensor in tree_iter(out):
-            if is_plain(tensor):
-                if not is_number(tensor):
-                    self._decided.add(_key(tensor))
-                elif moved:
-                    self._moved.add(_key(tensor))
+        for tensor in tensors_of(out):
+            if not is_number(tensor):
+                self._decided.add(_key(tensor))
+            elif moved:
+                self._moved.add(_key(tensor))
 
     def _tidy(self) -> None:
         """Forgets memory that is no more, and gives worlds up that there is no room for."""
