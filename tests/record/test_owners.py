@@ -232,3 +232,18 @@ def test_a_layer_first_used_later_is_seen_by_an_experiment(tmp_path: Path) -> No
 
     audit = fit(Late(), tmp_path / "run", [numbers(B, D)(step) for step in range(6)])
     assert reasons(audit) == {"mix": "", "head": ""}
+
+
+def test_layers_thawed_late_are_seen_by_an_experiment(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model[0].requires_grad_(False)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(45):
+            model[0].requires_grad_(step > 40)
+            recorder.samples(range(B))
+            F.cross_entropy(model(numbers(B, D)(step)), torch.arange(B) % 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    audit = dualform.open(tmp_path / "run").audit()
+    assert reasons(audit) == {"0": "", "2": ""}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dualform.record.layers import Site
 from dualform.record.owners.patterns import Finding, Pattern
-from dualform.record.owners.trial import Sighting, Trial, sample_dim
+from dualform.record.owners.trial import Sighting, Trial, has_samples
 from dualform.record.tape import Batch
 
 PASSES = 32
@@ -21,7 +21,7 @@ TRIALS = 8
 
 UNCLEAR = "some of its rows could not be given to a sample: they do not depend on any"
 CHANGED = "the order of its rows changed from one forward pass to another"
-UNSEEN = "no experiment has seen the layer used on {} rows of {} samples"
+UNSEEN = "no experiment has seen it on {} rows of {} samples; give the model its batch as tensors"
 
 
 @dataclass
@@ -46,26 +46,41 @@ class Owners:
         """Books whose rows cannot be given to samples, and why."""
         self._known: dict[int, Known] = {}
         self._seen: set[str] = set()
+        self._doubted: list[Known] = []
+        """Those whose rows the data may order, so that further passes must be experiments."""
         self._passes, self._next = 0, 1
+        self._trained, self._until = 0, 0
+        """How many parameters are trained, and up to which pass they are looked for."""
         self._draw = random.Random(0)
 
     def begin(self, batch: Batch, inputs: Sequence[Tensor], dropped: set[str]) -> Trial | None:
         """Makes the forward pass that now begins an experiment, where one is due."""
-        fitting = [x for x in inputs if sample_dim(x, batch.size, self._usual) is not None]
-        if batch.size < 2 or not fitting or int(batch.sample_of().max()) == 0:
+        if batch.size < 2:
             return None
         self._passes += 1
-        return Trial(batch, fitting, self._usual, self._passes) if self._is_due(dropped) else None
+        if not self._is_due(dropped):
+            return None
+        chosen = [x for x in inputs if has_samples(x, batch.size)]
+        if not chosen or int(batch.sample_of().max()) == 0:
+            return None
+        return Trial(batch, chosen, self._usual, self._passes)
 
     def _is_due(self, dropped: set[str]) -> bool:
         if self._passes >= self._next:  # ever more seldom, and at no fixed times
             self._next += self._draw.randint(7 * self._next, 15 * self._next)
             return True
-        trained = {name for name, p in self._parameters.items() if p.requires_grad}
-        unseen = trained - self._seen - dropped - self.refused.keys()
-        orders = [o for o in self._known.values() if not dropped.issuperset(o.site.terms)]
-        doubted = any(order.followed or order.agreed < TRIALS for order in orders)
-        return doubted or bool(unseen and self._passes <= PASSES)
+        trained = [name for name, p in self._parameters.items() if p.requires_grad]
+        if len(trained) != self._trained:  # layers were thawed, or frozen
+            self._trained, self._until = len(trained), self._passes + PASSES
+        if self._passes <= self._until:
+            known = self._seen | dropped | self.refused.keys()
+            if not known.issuperset(trained):
+                return True
+        return any(
+            order.followed or order.agreed < TRIALS
+            for order in self._doubted
+            if not dropped.issuperset(order.site.terms)
+        )
 
     def learn(self, sightings: Sequence[Sighting]) -> None:
         """Takes over what an experiment has found."""
@@ -78,6 +93,8 @@ class Owners:
         for calls in found.values():
             self._seen |= calls[0].site.terms.keys()
             self._compare(calls)
+        known = self._known.values()
+        self._doubted = [order for order in known if order.followed or order.agreed < TRIALS]
 
     def _compare(self, calls: Sequence[Sighting]) -> None:
         """Holds what was found of all calls at a site against what earlier experiments found."""

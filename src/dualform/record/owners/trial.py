@@ -73,17 +73,14 @@ class Trial:
 
     def _exchange(self, inputs: Sequence[Tensor], axis: int, first: int) -> None:
         """Gives some samples the input of another, in each world."""
-        chosen = [(x, at) for x in inputs if (at := sample_dim(x, self._places, axis)) is not None]
         for world, members in enumerate(self._members):
-            shift = self._draw.randrange(1, self._places)
-            twins = []
-            for x, dim in chosen:
-                mask = members[self.sample_of].to(x.device)
+            shift, twins = self._draw.randrange(1, self._places), []
+            for x in inputs:
+                dim = sample_dim(x, self._places, axis)
                 shape = [-1 if at == dim else 1 for at in range(x.ndim)]
-                twins.append(
-                    torch.where(mask.view(shape), other(x.detach(), dim, shift), x.detach())
-                )
-            self.twins.change([x for x, _ in chosen], first + world, twins)
+                mask = members[self.sample_of].to(x.device).view(shape)
+                twins.append(torch.where(mask, other(x.detach(), dim, shift), x.detach()))
+            self.twins.change(inputs, first + world, twins)
 
     def observe(self, use: Seen) -> list[Sighting]:
         """Looks at the rows of a call that has just been made: at their keys, as a rule.
@@ -201,10 +198,19 @@ def _axes(inputs: Sequence[Tensor], places: int, usual: int) -> list[int]:
     return [usual, 1 - usual] if both else [usual]
 
 
-def sample_dim(x: Tensor, places: int, axis: int) -> int | None:
-    """Where an input counts samples; masks say how inputs are arranged, and are left alone."""
-    dims = [at for at in (axis, 1 - axis) if at < x.ndim and x.shape[at] == places]
-    return None if not dims or x.dtype == torch.bool or shares_memory(x) else dims[0]
+def has_samples(x: Tensor, places: int) -> bool:
+    """Whether an input can be exchanged by sample; masks only say how others are arranged.
+
+    >>> has_samples(torch.zeros(3, 2), 3), has_samples(torch.zeros(3, 2), 5)
+    (True, False)
+    """
+    return places in x.shape[:2] and x.dtype != torch.bool and not shares_memory(x)
+
+
+def sample_dim(x: Tensor, places: int, axis: int) -> int:
+    """The dimension of an input that counts samples; `axis` where both do."""
+    first = min(axis, x.ndim - 1)
+    return first if x.shape[first] == places else 1 - first
 
 
 def _mask_of(use: Use, rows: Tensor) -> Tensor:

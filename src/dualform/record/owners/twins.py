@@ -46,10 +46,11 @@ Geometry: TypeAlias = tuple[int, int, torch.Size, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Memory:
-    """A piece of memory: what it holds in each world, from byte `start` on, where that differs."""
+    """A piece of memory: its bytes from `start` to `end` in each world, where they differ."""
 
     ref: StorageWeakRef
     start: int
+    end: int
     copies: list[UntypedStorage | None]
 
     @property
@@ -238,33 +239,27 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._own(real, world)
             self.twin(real, world).copy_(twin)
 
-    def _of(self, tensor: Tensor, start: int = 0) -> Memory:
-        at = _key(tensor)
+    def _of(self, tensor: Tensor) -> Memory:
+        at, real = _key(tensor), tensor.untyped_storage()
         if at not in self._memory:
-            ref = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            self._memory[at] = Memory(ref, start, [None] * len(self.alive))
+            ref = StorageWeakRef(real)  # type: ignore[no-untyped-call]
+            self._memory[at] = Memory(ref, 0, real.nbytes(), [None] * len(self.alive))
         return self._memory[at]
 
-    def _own(self, tensor: Tensor, world: int, end: int | None = None) -> None:
+    def _own(self, tensor: Tensor, world: int) -> None:
         """Gives a world its own copy of a tensor's memory."""
         memory = self._of(tensor)
         if memory.copies[world] is None:
-            real = tensor.untyped_storage()
-            memory.copies[world] = _copy(real, memory.start, real.nbytes() if end is None else end)
+            memory.copies[world] = _copy(tensor.untyped_storage(), memory.start, memory.end)
 
     def _span(self, tensors: Sequence[Tensor]) -> None:
         """Copies of what may be a part of a whole dataset are no larger than they must be."""
-        spans: dict[int, tuple[Tensor, int, int]] = {}
         for tensor in tensors:
-            if not shares_memory(tensor):
-                start, end = _extent(tensor)
-                _, first, last = spans.get(_key(tensor), (tensor, start, end))
-                spans[_key(tensor)] = (tensor, min(first, start), max(last, end))
-        for at, (tensor, start, end) in spans.items():
-            if at not in self._memory:
-                self._of(tensor, start)
-                for world in range(len(self.alive)):
-                    self._own(tensor, world, end)
+            new, (start, end) = _key(tensor) not in self._memory, _extent(tensor)
+            memory = self._of(tensor)
+            if not any(memory.copies):
+                memory.start = start if new else min(memory.start, start)
+                memory.end = end if new else max(memory.end, end)
 
     def _worlds(self, given: Sequence[Tensor]) -> list[int]:
         """The worlds in which any of these tensors differs."""
