@@ -51,7 +51,7 @@ def _gradients(model: nn.Module, case: Structure, x: Any, ids: Sequence[Any]) ->
         found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
         for name, parameter, gradient in zip(names, parameters, found, strict=True):
             zero = torch.zeros_like(parameter)
-            added[sample, name] = -LR * (zero if gradient is None else gradient)
+            added[sample, name] = -LR * (zero if gradient is None else gradient).cpu()
     return added
 
 

@@ -64,8 +64,8 @@ class Batches:
     def part(self, whole: Batch, owners: Tensor) -> Batch:
         """A batch of single rows, each of which belongs to one sample of a whole one."""
         samples = whole.sample_of()
-        first = torch.zeros(int(samples.max()) + 1, dtype=torch.long)
-        first[samples.flip(0)] = torch.arange(len(samples)).flip(0)
+        first = torch.zeros_like(samples)
+        first[samples.flip(0)] = torch.arange(len(samples), device="cpu").flip(0)
         self._count += 1
         batch = Batch(self._count, None, whole.step, len(owners), overdue=whole.overdue)
         batch.whole, batch.places = whole, first[owners]

@@ -81,10 +81,11 @@ class Batch:
     def sample_of(self) -> Tensor:
         """(places,): the sample at each place of the batch, numbered; a sample may come twice."""
         if self.ids is None:
-            return torch.arange(self.size)
+            return torch.arange(self.size, device="cpu")
         ids = self.ids.tolist() if isinstance(self.ids, Tensor) else self.ids
         known: dict[SampleId, int] = {}
-        return torch.tensor([known.setdefault(sample, len(known)) for sample in ids])
+        numbers = [known.setdefault(sample, len(known)) for sample in ids]
+        return torch.tensor(numbers, device="cpu")
 
     def _fits(self, given: Iterable[Sequence[int]]) -> bool:
         """Whether a shape has as many samples as there are ids."""

@@ -67,7 +67,7 @@ def codes(samples: int, draw: random.Random) -> Tensor:
     """
     worlds = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= samples)
     words = list(itertools.combinations(range(worlds), worlds // 2))
-    table = torch.zeros(worlds, samples, dtype=torch.bool)
+    table = torch.zeros(worlds, samples, dtype=torch.bool, device="cpu")
     for sample, word in enumerate(draw.sample(words, samples)):
         table[list(word), sample] = True
     return table

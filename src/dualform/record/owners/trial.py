@@ -68,8 +68,9 @@ class Trial:
         self._proposals: list[Proposal] = []
         self._sightings: list[Sighting] = []
         self._uses: list[tuple[Seen, list[Sighting]]] = []
-        for at, axis in enumerate(self._axes):
-            self._exchange(inputs, axis, at * self._main)
+        with outside():
+            for at, axis in enumerate(self._axes):
+                self._exchange(inputs, axis, at * self._main)
 
     def _exchange(self, inputs: Sequence[Tensor], axis: int, first: int) -> None:
         """Gives some samples the input of another, in each world."""
@@ -140,6 +141,11 @@ class Trial:
             if not (isinstance(use, Use) and use.superseded)
         ]
         self._uses = []
+        with outside():
+            self._judge_all()
+        return self._sightings
+
+    def _judge_all(self) -> None:
         axis = self._axis()
         for sighting in self._sightings:
             sighting.finding = self._judge(sighting, axis)
@@ -149,7 +155,6 @@ class Trial:
         for sighting in self._sightings:
             if self.twins.failed and sighting.finding.reason == NOBODY:
                 sighting.finding = Finding(reason=LOST.format(self.twins.failed))
-        return self._sightings
 
     def _axis(self) -> int:
         """The reading of the input under which the fewest calls mix samples."""

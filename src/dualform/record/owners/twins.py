@@ -322,8 +322,8 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """What is computed here belongs to no world, and to no graph."""
-    with torch.no_grad(), _disable_current_modes():
+    """What is computed here belongs to no world and no graph, and is in main memory by default."""
+    with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
         yield
 
 
