@@ -303,7 +303,9 @@ class Packed(Tokens):
         self.core = nn.LSTM(D, D, batch_first=True)
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        packed = pack_padded_sequence(self.words(x), sizes, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(
+            self.words(x), sizes.cpu(), batch_first=True, enforce_sorted=False
+        )
         out, _ = pad_packed_sequence(self.core(packed)[0], batch_first=True)
         return self.head(out.sum(1))
 
@@ -317,7 +319,9 @@ class PackedRows(Tokens):
         self.mix = nn.Linear(D, D)
 
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
-        packed = pack_padded_sequence(self.words(x), sizes, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(
+            self.words(x), sizes.cpu(), batch_first=True, enforce_sorted=False
+        )
         packed = packed._replace(data=torch.tanh(self.mix(packed.data)))
         out, _ = pad_packed_sequence(packed, batch_first=True)
         return self.head(out.sum(1))

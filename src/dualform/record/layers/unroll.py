@@ -389,4 +389,6 @@ def _rows(sizes: list[int], use: Use, error: Tensor | None) -> WeightRows:
 
 def _padded(sizes: list[int], rows: Tensor) -> Tensor:
     """`(batch, time, width)` from the packed layout."""
-    return pad_packed_sequence(PackedSequence(rows, torch.tensor(sizes)), batch_first=True)[0]
+    return pad_packed_sequence(
+        PackedSequence(rows, torch.tensor(sizes, device="cpu")), batch_first=True
+    )[0]
