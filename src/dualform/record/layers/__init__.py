@@ -6,6 +6,7 @@ from dualform.record.layers.elementwise import Expansion, Offset, Repetition, Sc
 from dualform.record.layers.embedding import Embedding, EmbeddingBag, Indexing
 from dualform.record.layers.linear import Linear, MatrixProduct, matrix_use
 from dualform.record.layers.norms import ChannelNorm, LayerNorm
+from dualform.record.layers.product import BatchedProduct, Bilinear, Einsum
 from dualform.record.layers.recurrent import Recurrent
 from dualform.record.layers.rows import expand, inner_products, positions
 from dualform.record.layers.use import (
@@ -39,6 +40,9 @@ from dualform.record.layers.watching import (
 KINDS: tuple[LayerKind, ...] = (
     Linear(),
     MatrixProduct(),
+    BatchedProduct(),
+    Einsum(),
+    Bilinear(),
     Conv(),
     ConvTranspose(),
     Embedding(),

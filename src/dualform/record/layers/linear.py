@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dualform.record.layers.letters import matmul_letters
+from dualform.record.layers.product import product_use
 from dualform.record.layers.use import (
     Finder,
     Function,
     LayerKind,
+    Seen,
     Site,
     Use,
     book_terms,
@@ -56,7 +59,7 @@ class MatrixProduct(LayerKind):
 
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> Use | None:
+    ) -> Seen | None:
         """The parameter may stand on either side; from the left it acts on columns."""
         bias = None
         if "addmm" in func.__name__:
@@ -71,7 +74,9 @@ class MatrixProduct(LayerKind):
         if find(x) is not None and x.ndim == 2 and weight.ndim > 1 and bias is None:
             found = matrix_use(find, out, False, weight.mT, x)
             return found and Use(found.site, out, weight.mT, lambda error: error.mT)
-        return None
+        if bias is not None or not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
+            return None
+        return product_use(find, matmul_letters(x.ndim, weight.ndim), (x, weight), out)
 
 
 def matrix_use(

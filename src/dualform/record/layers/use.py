@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from dualform.ledger import Term
+from dualform.record.layers.extent import Block, extent
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,33 @@ class Use:
         return (Rows(self.site, keys, error if self.value is None else self.value(error)),)
 
 
+class Together:
+    """Several uses of one output: of all the parameters that took part in a call."""
+
+    def __init__(self, uses: Sequence[Seen]) -> None:
+        self._uses = uses
+
+    @classmethod
+    def of(cls, *uses: Seen | None) -> Seen | None:
+        """As few as they are: None for none, the use itself where it is alone."""
+        found = [use for use in uses if use is not None]
+        return cls(found) if len(found) > 1 else found[0] if found else None
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors whose gradients `rows` wants."""
+        return self._uses[0].outputs
+
+    def let_go(self) -> None:
+        """Forgets the outputs: a hook on their graph must not keep that graph alive."""
+        for use in self._uses:
+            use.let_go()
+
+    def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
+        """Keys, and values where errors are given, use after use."""
+        return (rows for use in self._uses for rows in use.rows(errors))
+
+
 class Found(NamedTuple):
     """A parameter in a call's arguments: itself, or a view of it."""
 
@@ -96,34 +124,25 @@ class Found(NamedTuple):
     parameter: Tensor
     given: Tensor
 
-    def matrix(self, swapped: bool = False) -> tuple[str, tuple[int, int]] | None:
+    def matrix(self, swapped: bool = False) -> Block | None:
         """The view in which the given tensor is a block of the parameter's matrix, and its place.
 
         `swapped` for a tensor whose second dimension counts outputs. None where it is no block.
         """
-        given, whole = self.given, self.parameter
-        if given.ndim < 2 or whole.ndim < 2 or not whole.is_contiguous():
+        if self.given.ndim < 2:
             return None
-        width = whole.numel() // max(1, len(whole))
-        at = divmod(self._offset(), max(1, width))
-        if given.stride(0) == width and given[:1].is_contiguous():
-            turned = swapped
-        elif given.ndim == whole.ndim == 2 and given.stride() == (1, width):
-            turned = not swapped
-        else:
-            return None
-        if turned and whole.ndim > 2 and given is not whole:
-            return None
-        return ("swapped", (at[1], at[0])) if turned else ("rows", at)
+        outputs = int(swapped)
+        return self.block([outputs], [at for at in range(self.given.ndim) if at != outputs])
 
-    def flat(self) -> tuple[str, tuple[int, int]] | None:
+    def block(self, outputs: Sequence[int], inputs: Sequence[int]) -> Block | None:
+        """The same where several dimensions of the given tensor may count outputs, or inputs."""
+        part = extent(self.parameter, self.given)
+        return None if part is None else part.block(outputs, inputs)
+
+    def flat(self) -> Block | None:
         """The same for the flattened parameter; None where the given tensor is no stretch of it."""
-        if not (self.given.is_contiguous() and self.parameter.is_contiguous()):
-            return None
-        return "flat", (self._offset(), 0)
-
-    def _offset(self) -> int:
-        return int(self.given.storage_offset()) - int(self.parameter.storage_offset())
+        part = extent(self.parameter, self.given)
+        return None if part is None else part.flat()
 
 
 class Finder:
@@ -200,7 +219,15 @@ def _term(found: Found, form: str, swapped: bool = False, groups: int = 1) -> di
     if block is None or (form == "lookup" and block[0] != "rows"):
         return {}
     view, at = block
+    if groups > 1 and view != "rows" and found.given is not found.parameter:
+        return {}
     return {found.book: Term(form, view, groups, at)}
+
+
+def outer_terms(found: Found, outputs: Sequence[int], inputs: Sequence[int]) -> dict[str, Term]:
+    """How a weight enters whose dimensions `outputs` count outputs; none where it is no block."""
+    block = found.block(outputs, inputs)
+    return {} if block is None else {found.book: Term("outer", block[0], at=block[1])}
 
 
 Function: TypeAlias = Callable[..., Any]

@@ -1,0 +1,67 @@
+"""The law of attribution: what the ledger says a sample added is what its own loss added.
+
+Under plain SGD, and without layers that mix samples, sample `i` moved each parameter by
+`−lr Σ_t ∂(loss_i / B) / ∂W`. Here for the ways in which layers use their parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from tests.record.uses import BY_ROW
+from torch import Tensor, nn
+
+import dualform
+
+SAMPLES, STEPS, RATE = 6, 3, 0.05
+
+
+def losses(model: nn.Module, x: Tensor) -> Tensor:
+    """The loss of each sample."""
+    return model(x).square().flatten(1).mean(1)
+
+
+def direct(model: nn.Module, x: Tensor) -> list[dict[str, Tensor]]:
+    """What each sample's own loss moves the parameters by in a step, from autograd."""
+    twin, found = copy.deepcopy(model), []
+    shares = losses(twin, x) / SAMPLES
+    names, parameters = zip(*twin.named_parameters(), strict=True)
+    for share in shares:
+        gradients = torch.autograd.grad(
+            share, parameters, retain_graph=True, materialize_grads=True
+        )
+        found.append({name: -RATE * g for name, g in zip(names, gradients, strict=True)})
+    return found
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_a_sample_added_what_its_loss_did(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    case = BY_ROW[name]
+    model = case.make().double()
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    added: list[dict[str, Tensor]] = [{} for _ in range(SAMPLES)]
+    with dualform.record(model, sgd, tmp_path / "run") as recorder:
+        for _ in range(STEPS):
+            x = case.inputs(SAMPLES)
+            x = x.double() if x.is_floating_point() else x
+            for total, step in zip(added, direct(model, x), strict=True):
+                total.update({n: total.get(n, 0) + g for n, g in step.items()})
+            recorder.samples(range(SAMPLES))
+            losses(model, x).mean().backward()
+            sgd.step()
+            sgd.zero_grad()
+    run = dualform.open(tmp_path / "run")
+    audit = run.audit()
+    assert audit.coverage >= 0.95, audit
+    assert audit.remainder < 1e-12, audit
+    full = run.state_dict()
+    for sample, expected in enumerate(added):
+        without = run.forget([sample])
+        for book in (book for book in audit.books if book.granularity == "row"):
+            share, wanted = full[book.name] - without[book.name], expected[book.name]
+            size = max(float(other[book.name].norm()) for other in added)
+            assert float((share - wanted).norm()) <= 1e-10 * size, (book.name, sample)

@@ -1,0 +1,148 @@
+"""Small models that use their parameters in ways other than through torch's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a model is made, and what it is given."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+
+    def inputs(self, count: int) -> Tensor:
+        return torch.randn(count, *self.shape)
+
+
+class Using(nn.Module):
+    """A model with some parameters of its own, and a head."""
+
+    def __init__(
+        self, forward: Callable[..., Tensor], width: int, **shapes: tuple[int, ...]
+    ) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape) / shape[-1] ** 0.5))
+        self.head, self._forward = nn.Linear(width, 3), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self._forward(self, x)))
+
+
+def using(
+    forward: Callable[..., Tensor], given: tuple[int, ...], width: int, **shapes: tuple[int, ...]
+) -> Case:
+    return Case(lambda: Using(forward, width, **shapes), given)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(),
+        nn.ConvTranspose2d(6, 2, 2), nn.Flatten(), nn.Linear(98, 3),
+    )  # fmt: skip
+
+
+def slices(self: Using, x: Tensor) -> Tensor:
+    first = F.conv2d(x, self.w[:4, :2])
+    return (first * F.conv2d(x, self.w[4:, 1:])).flatten(1)
+
+
+def channels_last(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: make().to(memory_format=torch.channels_last)
+
+
+CONTRACTIONS = {
+    "a matrix": using(lambda s, x: torch.einsum("bd,dh->bh", x, s.w), (5,), 4, w=(5, 4)),
+    "implicit, tokens": using(
+        lambda s, x: torch.einsum("...d,od", x, s.w).sum(1), (3, 5), 4, w=(4, 5)
+    ),
+    "heads": using(
+        lambda s, x: torch.einsum("bshk,hkd->bsd", torch.einsum("bsd,dhk->bshk", x, s.q), s.o),
+        (3, 5), 5, q=(5, 2, 4), o=(2, 4, 5),
+    ),
+    "stacked, samples first": using(
+        lambda s, x: torch.einsum("bgd,gdo->bgo", x, s.w).flatten(1), (3, 5), 12, w=(3, 5, 4)
+    ),
+    "stacked, samples second": using(
+        lambda s, x: torch.einsum("gbd,god->bgo", x.transpose(0, 1), s.w).flatten(1),
+        (3, 5), 12, w=(3, 4, 5),
+    ),
+    "vector": using(lambda s, x: torch.einsum("bsd,d->bs", x, s.w), (4, 5), 4, w=(5,)),
+    "scaled": using(lambda s, x: torch.einsum("bsd,sd->bsd", x, s.w).sum(1), (3, 4), 4, w=(3, 4)),
+    "spread": using(lambda s, x: torch.einsum("bs,d->bsd", x, s.w).sum(1), (3,), 4, w=(4,)),
+    "summed over": using(lambda s, x: torch.einsum("bd,dhe->bh", x, s.w), (5,), 4, w=(5, 4, 2)),
+    "two parameters": using(
+        lambda s, x: torch.einsum("bd,dr,ro->bo", x, s.a, s.b), (5,), 4, a=(5, 2), b=(2, 4)
+    ),
+    "two inputs": using(
+        lambda s, x: torch.einsum("bi,oij,bj->bo", x[:, :3], s.w, x[:, 3:]), (5,), 4, w=(4, 3, 2)
+    ),
+    "a part": using(
+        lambda s, x: torch.einsum("bd,edo->beo", x, s.w[1:, 1:]).flatten(1), (4,), 8, w=(3, 5, 4)
+    ),
+    "tensordot": using(lambda s, x: torch.tensordot(x, s.w, 2), (2, 3), 4, w=(2, 3, 4)),
+    "tensordot of dimensions": using(
+        lambda s, x: torch.tensordot(x, s.w, ([-1], [1])), (5,), 4, w=(4, 5)
+    ),
+}  # fmt: skip
+
+PRODUCTS = {
+    "bmm": using(
+        lambda s, x: torch.bmm(x.transpose(0, 1), s.w).transpose(0, 1).flatten(1),
+        (3, 5), 12, w=(3, 5, 4),
+    ),
+    "bmm from the left": using(
+        lambda s, x: torch.bmm(s.w, x.permute(1, 2, 0)).permute(2, 0, 1).flatten(1),
+        (3, 5), 12, w=(3, 4, 5),
+    ),
+    "baddbmm": using(
+        lambda s, x: torch.baddbmm(s.b, x.transpose(0, 1), s.w).transpose(0, 1).flatten(1),
+        (3, 5), 12, b=(3, 1, 4), w=(3, 5, 4),
+    ),
+    "matmul, stacked": using(
+        lambda s, x: (x[:, :, None] @ s.w).flatten(1), (3, 5), 12, w=(3, 5, 4)
+    ),
+    "matmul, vector": using(lambda s, x: x @ s.w, (4, 5), 4, w=(5,)),
+    "matmul, row": using(lambda s, x: torch.stack([x @ s.w[0], x @ s.w[2]], 1), (5,), 2, w=(3, 5)),
+    "slices of a stack": using(
+        lambda s, x: sum(F.linear(x, w) for w in s.w) + x @ s.t[1],
+        (5,), 4, w=(3, 4, 5), t=(2, 5, 4),
+    ),
+    "a stack as one matrix": using(
+        lambda s, x: F.linear(x, s.w.flatten(0, 1)), (5,), 12, w=(3, 4, 5)
+    ),
+    "one place of a kernel": using(
+        lambda s, x: F.linear(x, s.w[:, :, 0]) + F.linear(x, s.w[..., 1]), (5,), 4, w=(4, 5, 2)
+    ),
+    "bilinear": Case(lambda: Pairs(), (3, 5)),
+}  # fmt: skip
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(3, 2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[..., :3], x[..., 3:])
+
+
+LAYOUTS = {
+    "channels last": Case(channels_last(convolutions), (3, 8, 8)),
+    "parts of channels last": Case(
+        channels_last(lambda: Using(slices, 16, w=(8, 3, 3, 3))), (2, 4, 4)
+    ),
+}
+
+BY_ROW = {
+    f"{family}: {name}": case
+    for family, cases in (("einsum", CONTRACTIONS), ("product", PRODUCTS), ("layout", LAYOUTS))
+    for name, case in cases.items()
+}
