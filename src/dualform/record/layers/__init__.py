@@ -4,6 +4,7 @@ from dualform.record.layers.composite import AttentionForward
 from dualform.record.layers.conv import Conv, ConvTranspose
 from dualform.record.layers.elementwise import Expansion, Offset, Repetition, Scale
 from dualform.record.layers.embedding import Embedding, EmbeddingBag, Indexing
+from dualform.record.layers.experts import GroupedProduct
 from dualform.record.layers.linear import Linear, MatrixProduct, matrix_use
 from dualform.record.layers.norms import ChannelNorm, LayerNorm
 from dualform.record.layers.product import BatchedProduct, Bilinear, Einsum
@@ -42,6 +43,7 @@ KINDS: tuple[LayerKind, ...] = (
     MatrixProduct(),
     BatchedProduct(),
     Einsum(),
+    GroupedProduct(),
     Bilinear(),
     Conv(),
     ConvTranspose(),

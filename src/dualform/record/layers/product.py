@@ -9,9 +9,10 @@ have count rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +33,12 @@ from dualform.record.layers.use import (
     Rows,
     Seen,
     Site,
+    Split,
     Together,
     Use,
     book_terms,
     named,
-    outer_terms,
+    outer_site,
     place,
 )
 
@@ -121,6 +123,13 @@ class Bilinear(LayerKind):
         return Use(site, out, lambda: (x1[..., :, None] * x2[..., None, :]).flatten(-2))
 
 
+class Chosen(NamedTuple):
+    """Matrices that were picked out of a stack of them, one for each place."""
+
+    table: Found
+    places: Tensor
+
+
 @dataclass(frozen=True)
 class Product:
     """A product as one of its factors sees it, with the letters of all dimensions.
@@ -155,6 +164,21 @@ class Product:
         """Letters of the result that the parameter does not have."""
         return "".join(c for c in self.out if c not in self.own)
 
+    def positions(self, letters: str) -> tuple[list[int], list[int]]:
+        """Where outputs and inputs stand in these letters."""
+        outputs, inputs = ([letters.index(c) for c in side] for side in (self.outputs, self.inputs))
+        return outputs, inputs
+
+    def sides(
+        self, factors: Sequence[Tensor], error: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Keys and values of all rows, by stacked matrix first."""
+        lead = self.stacked + self.rows
+        keys = _flat(self.keys(factors, lead + self.inputs), len(lead))
+        if error is None:
+            return keys, None
+        return keys, _flat(self.values(error, lead + self.outputs), len(lead))
+
     def keys(self, factors: Sequence[Tensor], order: str) -> Tensor:
         """The product of the other factors, its dimensions in this order."""
         present = "".join(c for c in order if self._elsewhere(c))
@@ -180,85 +204,73 @@ class Product:
 
 def product_use(find: Finder, letters: Letters, factors: Sequence[Any], out: Tensor) -> Seen | None:
     """The uses of all parameters among the factors of a product."""
-    uses = []
-    for at, factor in enumerate(factors):
-        found = find(factor)
-        if found is not None and len(factors) > 1:
-            product = _seen_by(at, letters, factors, out)
-            others = [other for o, other in enumerate(factors) if o != at]
-            if product is not None:
-                uses.append(ProductUse(find, found, product, others, out))
+    uses: list[Seen] = []
+    for at, factor in enumerate(factors if len(factors) > 1 else ()):
+        found, chosen = find(factor), find.recall(factor)
+        if found is None and not isinstance(chosen, Chosen):
+            continue
+        product = _seen_by(at, letters, factors, out)
+        others = [other for o, other in enumerate(factors) if o != at]
+        if product is None:
+            continue
+        if found is not None:
+            uses.append(Split(out, partial(_rows, find, found, product, others)))
+        elif product.stacked == product.own[: chosen.places.ndim]:
+            uses.append(Split(out, partial(_chosen_rows, find, chosen, product, others)))
     return Together.of(*uses)
 
 
 def _seen_by(at: int, letters: Letters, factors: Sequence[Tensor], out: Tensor) -> Product | None:
-    """The product as one factor sees it; None where it is repeated along a dimension."""
-    own, shape = letters.factors[at], factors[at].shape
-    sizes = dict(zip(own, shape, strict=True)) | dict(zip(letters.out, out.shape, strict=True))
-    others = tuple(spelled for o, spelled in enumerate(letters.factors) if o != at)
-    product = Product(own, others, letters.out, sizes)
-    wide = {
-        c: n
-        for o, x in zip(letters.factors, factors, strict=True)
-        for c, n in zip(o, x.shape, strict=True)
-        if n > 1
-    }
-    repeated = len(set(own)) < len(own) or any(
-        wide.get(c, 1) != n for c, n in zip(own, shape, strict=True)
-    )
-    return None if repeated else product
+    """The product as one factor sees it; None where that factor is repeated along a dimension."""
+    own, spelled = letters.factors[at], zip(letters.factors, factors, strict=True)
+    sizes = dict(zip(own, factors[at].shape, strict=True))
+    others = tuple(other for o, other in enumerate(letters.factors) if o != at)
+    wide = {c: n for word, x in spelled for c, n in zip(word, x.shape, strict=True) if n > 1}
+    if len(sizes) < len(own) or any(wide.get(c, 1) != n for c, n in sizes.items()):
+        return None
+    return Product(own, others, letters.out, sizes | dict(zip(letters.out, out.shape, strict=True)))
 
 
-class ProductUse:
-    """One product, as a use of one parameter in it."""
-
-    def __init__(
-        self, find: Finder, found: Found, product: Product, others: Sequence[Tensor], out: Tensor
-    ) -> None:
-        self._find, self._found, self._product, self._others = find, found, product, others
-        self.outputs: tuple[Tensor, ...] = (out,)
-
-    def let_go(self) -> None:
-        """Forgets the output: a hook on its graph must not keep that graph alive."""
-        self.outputs = ()
-
-    def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
-        """For every matrix that is stacked in the parameter, its keys and values."""
-        if errors is not None and errors[0] is None:
-            return
-        p, error = self._product, None if errors is None else errors[0]
-        if not p.inputs:
-            yield from self._scaled(error)
-            return
-        lead = p.stacked + p.rows
-        keys = _flat(p.keys(self._others, lead + p.inputs), len(lead))
-        values = None if error is None else _flat(p.values(error, lead + p.outputs), len(lead))
-        for index in itertools.product(*(range(p.sizes[letter]) for letter in p.stacked)):
-            site = self._site(dict(zip(p.stacked, index, strict=True)))
-            if site is not None:
-                yield Rows(site, keys[index], None if values is None else values[index])
-
-    def _site(self, index: Mapping[str, int]) -> Site | None:
-        """Of one of the stacked matrices."""
-        p, find = self._product, self._find
-        left = "".join(letter for letter in p.own if letter not in index)
-        found = self._found
-        if index:
-            some = tuple(index.get(letter, slice(None)) for letter in p.own)
-            found = found._replace(given=found.given[some])
-        outputs, inputs = ([left.index(c) for c in side] for side in (p.outputs, p.inputs))
-        key = ("product", place(found), tuple(outputs), tuple(inputs))
-        return find.site(key, lambda: Site(found.label, outer_terms(found, outputs, inputs)))
-
-    def _scaled(self, error: Tensor | None) -> Iterator[Rows]:
-        """Where nothing is summed over, elements are scaled."""
-        p, found = self._product, self._found
-        key = ("scaled", place(found))
-        site = self._find.site(key, lambda: Site(found.label, book_terms(found, form="scale")))
+def _rows(
+    find: Finder, found: Found, p: Product, others: Sequence[Tensor], error: Tensor | None
+) -> Iterator[Rows]:
+    """For every matrix that is stacked in a parameter, its keys and values."""
+    if not p.inputs:
+        yield from _scaled(find, found, p, others, error)
+        return
+    keys, values = p.sides(others, error)
+    for index in itertools.product(*(range(p.sizes[letter]) for letter in p.stacked)):
+        some = dict(zip(p.stacked, index, strict=True))
+        part = tuple(some.get(letter, slice(None)) for letter in p.own)
+        one = found._replace(given=found.given[part]) if some else found
+        site = outer_site(find, one, *p.positions("".join(c for c in p.own if c not in some)))
         if site is not None:
-            order, lead = p.rows + p.own, len(p.rows)
-            keys = _flat(p.keys(self._others, order), lead)
-            yield Rows(site, keys, None if error is None else _flat(p.values(error, order), lead))
+            yield Rows(site, keys[index], None if values is None else values[index])
+
+
+def _chosen_rows(
+    find: Finder, chosen: Chosen, p: Product, others: Sequence[Tensor], error: Tensor | None
+) -> Iterator[Rows]:
+    """For every matrix that was chosen, the keys and values of those that chose it."""
+    keys, values = p.sides(others, error)
+    table = chosen.table
+    for matrix in torch.unique(chosen.places).tolist():
+        one, here = table._replace(given=table.given[matrix]), chosen.places == matrix
+        site = outer_site(find, one, *p.positions(p.own[chosen.places.ndim :]))
+        if site is not None:
+            yield Rows(site, keys[here], None if values is None else values[here])
+
+
+def _scaled(
+    find: Finder, found: Found, p: Product, others: Sequence[Tensor], error: Tensor | None
+) -> Iterator[Rows]:
+    """Where nothing is summed over, elements are scaled."""
+    key = ("scaled", place(found))
+    site = find.site(key, lambda: Site(found.label, book_terms(found, form="scale")))
+    if site is not None:
+        order, lead = p.rows + p.own, len(p.rows)
+        keys = _flat(p.keys(others, order), lead)
+        yield Rows(site, keys, None if error is None else _flat(p.values(error, order), lead))
 
 
 def _flat(tensor: Tensor, lead: int) -> Tensor:

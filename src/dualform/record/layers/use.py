@@ -7,6 +7,7 @@ what the call's rows are, for `nn.Linear` as for `F.linear(x, self.w[:8])`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
@@ -88,6 +89,29 @@ class Use:
         return (Rows(self.site, keys, error if self.value is None else self.value(error)),)
 
 
+@dataclass(slots=True)
+class Split:
+    """One call whose rows go to several sites: `make` gives them, with values for an error."""
+
+    output: Tensor | None
+    make: Callable[[Tensor | None], Iterable[Rows]]
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors whose gradients `rows` wants."""
+        return () if self.output is None else (self.output,)
+
+    def let_go(self) -> None:
+        """Forgets the output: a hook on its graph must not keep that graph alive."""
+        self.output = None
+
+    def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
+        """Keys, and values where errors are given."""
+        if errors is None:
+            return self.make(None)
+        return () if errors[0] is None else self.make(errors[0])
+
+
 class Together:
     """Several uses of one output: of all the parameters that took part in a call."""
 
@@ -163,6 +187,8 @@ class Finder:
         """Where each sample of a packed sequence stands, which is sorted by length."""
         self.recent: dict[int, tuple[Tensor, Use]] = {}
         """Outputs of table reads in this forward pass, which may yet be broadcast."""
+        self._made: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        self._alive = 64
 
     def __call__(self, tensor: Any) -> Found | None:
         """The parameter behind a tensor that is trained, or None."""
@@ -177,6 +203,18 @@ class Finder:
         if tensor is known.parameter and not self.labels:
             return known
         return known._replace(label=self.labels.get(known.book, known.book), given=tensor)
+
+    def remember(self, tensor: Tensor, what: Any) -> None:
+        """Keeps what a tensor was made of, as long as it lives."""
+        self._made[id(tensor)] = (weakref.ref(tensor), what)
+        if len(self._made) > 2 * self._alive:
+            self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
+            self._alive = max(64, len(self._made))
+
+    def recall(self, tensor: Any) -> Any:
+        """What `remember` was told of a tensor, or None."""
+        made, what = self._made.get(id(tensor), (None, None))
+        return what if made is not None and made() is tensor else None
 
     def site(self, key: Hashable, build: Callable[[], Site]) -> Site | None:
         """The site known under a key, made at the first call; None where it feeds no book."""
@@ -224,10 +262,18 @@ def _term(found: Found, form: str, swapped: bool = False, groups: int = 1) -> di
     return {found.book: Term(form, view, groups, at)}
 
 
-def outer_terms(found: Found, outputs: Sequence[int], inputs: Sequence[int]) -> dict[str, Term]:
-    """How a weight enters whose dimensions `outputs` count outputs; none where it is no block."""
-    block = found.block(outputs, inputs)
-    return {} if block is None else {found.book: Term("outer", block[0], at=block[1])}
+def outer_site(
+    find: Finder, found: Found, outputs: Sequence[int], inputs: Sequence[int]
+) -> Site | None:
+    """The site of a matrix product with a weight whose dimensions `outputs` count outputs."""
+    key = ("outer", place(found), tuple(outputs), tuple(inputs))
+
+    def build() -> Site:
+        block = found.block(outputs, inputs)
+        terms = {} if block is None else {found.book: Term("outer", block[0], at=block[1])}
+        return Site(found.label, terms)
+
+    return find.site(key, build)
 
 
 Function: TypeAlias = Callable[..., Any]
