@@ -6,12 +6,11 @@ Under plain SGD, and without layers that mix samples, sample `i` moved each para
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
 import torch
-from tests.record.uses import BY_ROW
+from tests.record.uses import BY_ROW, Case
 from torch import Tensor, nn
 
 import dualform
@@ -24,9 +23,10 @@ def losses(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().flatten(1).mean(1)
 
 
-def direct(model: nn.Module, x: Tensor) -> list[dict[str, Tensor]]:
+def direct(case: Case, model: nn.Module, x: Tensor) -> list[dict[str, Tensor]]:
     """What each sample's own loss moves the parameters by in a step, from autograd."""
-    twin, found = copy.deepcopy(model), []
+    twin, found = case.make().double(), []
+    twin.load_state_dict(model.state_dict())
     shares = losses(twin, x) / SAMPLES
     names, parameters = zip(*twin.named_parameters(), strict=True)
     for share in shares:
@@ -48,7 +48,7 @@ def test_a_sample_added_what_its_loss_did(name: str, tmp_path: Path) -> None:
         for _ in range(STEPS):
             x = case.inputs(SAMPLES)
             x = x.double() if x.is_floating_point() else x
-            for total, step in zip(added, direct(model, x), strict=True):
+            for total, step in zip(added, direct(case, model, x), strict=True):
                 total.update({n: total.get(n, 0) + g for n, g in step.items()})
             recorder.samples(range(SAMPLES))
             losses(model, x).mean().backward()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize, prune
 
 
 @dataclass(frozen=True)
@@ -141,8 +144,76 @@ LAYOUTS = {
     ),
 }
 
+
+def old_weight_norm(layer: nn.Module, **options: int) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer, **options)
+
+
+def norms(normed: Callable[[nn.Module], nn.Module]) -> Case:
+    """Every layer of a model with convolutions normalized."""
+
+    def make() -> nn.Module:
+        layers = convolutions()
+        for at in (0, 2, 4, 6):
+            layers[at] = normed(layers[at])
+        return layers
+
+    return Case(make, (3, 8, 8))
+
+
+def tokens_normed(normed: Callable[[nn.Module], nn.Module]) -> Case:
+    def make() -> nn.Module:
+        return nn.Sequential(normed(nn.Linear(5, 4)), nn.Tanh(), normed(nn.Linear(4, 3)))
+
+    return Case(make, (3, 5))
+
+
+class Doubled(nn.Module):
+    """A parametrization with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3, 1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.scale.exp() - weight.mean()
+
+
+def parametrized() -> nn.Module:
+    layer = nn.Linear(5, 3)
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    return layer
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.random_unstructured(layer, "weight", 0.3)
+
+
+NORMS = {
+    "weight norm": norms(parametrizations.weight_norm),
+    "weight norm of tokens": tokens_normed(parametrizations.weight_norm),
+    "weight norm, one for all": tokens_normed(partial(parametrizations.weight_norm, dim=None)),
+    "weight norm, by input": tokens_normed(partial(parametrizations.weight_norm, dim=1)),
+    "weight norm by hooks": norms(old_weight_norm),
+    "weight norm of tokens by hooks": tokens_normed(old_weight_norm),
+    "spectral norm": norms(parametrizations.spectral_norm),
+    "spectral norm of tokens": tokens_normed(parametrizations.spectral_norm),
+    "spectral norm by hooks": norms(nn.utils.spectral_norm),
+    "spectral norm of tokens by hooks": tokens_normed(nn.utils.spectral_norm),
+    "orthogonal": tokens_normed(parametrizations.orthogonal),
+    "parametrized": Case(parametrized, (5,)),
+    "pruned": norms(pruned),
+}
+
 BY_ROW = {
     f"{family}: {name}": case
-    for family, cases in (("einsum", CONTRACTIONS), ("product", PRODUCTS), ("layout", LAYOUTS))
+    for family, cases in (
+        ("einsum", CONTRACTIONS),
+        ("product", PRODUCTS),
+        ("layout", LAYOUTS),
+        ("norm", NORMS),
+    )
     for name, case in cases.items()
 }

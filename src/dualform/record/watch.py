@@ -256,7 +256,10 @@ class Watch:
                     handle.remove()
                 else:
                     self._handles.append(handle)
-        plain = [type(module).forward is nn.Linear.forward for module in owners]
+        plain = [
+            type(module).forward is nn.Linear.forward and "weight" in module._parameters
+            for module in owners
+        ]
         if all(plain) and not self._alone and self._calls == self._owner_calls:
             self._look_at(owners)
 

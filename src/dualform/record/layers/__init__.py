@@ -2,6 +2,7 @@
 
 from dualform.record.layers.composite import AttentionForward
 from dualform.record.layers.conv import Conv, ConvTranspose
+from dualform.record.layers.derived import SpectralNorm, WeightNorm
 from dualform.record.layers.elementwise import Expansion, Offset, Repetition, Scale
 from dualform.record.layers.embedding import Embedding, EmbeddingBag, Indexing
 from dualform.record.layers.experts import GroupedProduct
@@ -57,6 +58,8 @@ KINDS: tuple[LayerKind, ...] = (
     Expansion(),
     Repetition(),
     Recurrent(),
+    WeightNorm(),
+    SpectralNorm(),
     AttentionForward(),
 )
 

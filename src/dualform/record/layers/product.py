@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dualform.record.layers.derived import project
 from dualform.record.layers.elementwise import offset_use
 from dualform.record.layers.letters import (
     Letters,
@@ -89,6 +90,8 @@ class BatchedProduct(LayerKind):
                 return None
             added, *args = args
         if len(args) != 2:
+            return None
+        if args[1].ndim == 1 and project(find, args[0], args[1], out):
             return None
         use = product_use(find, matmul_letters(args[0].ndim, args[1].ndim), args, out)
         bias = find(added)

@@ -8,7 +8,7 @@ what the call's rows are, for `nn.Linear` as for `F.linear(x, self.w[:8])`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -16,6 +16,9 @@ from torch import Tensor
 
 from dualform.ledger import Term
 from dualform.record.layers.extent import Block, extent
+
+PARAMETRIZED = "parametrizations."
+"""In the names of parameters that a weight is computed from."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,10 @@ class Finder:
     def __init__(self, parameters: Mapping[str, Tensor], frozen: bool = False) -> None:
         self._frozen = frozen
         self._whole = {id(p): Found(name, name, p, p) for name, p in parameters.items()}
+        self._owner = {
+            id(p): owner for name, p in parameters.items() if (owner := _owner(name, parameters))
+        }
+        """The weight that each parameter is there to compute, as parametrizations do."""
         self._sites: dict[Hashable, Site | None] = {}
         self.labels: dict[str, str] = {}
         """What shared parameters are called in the module that is running."""
@@ -198,11 +205,32 @@ class Finder:
             known = None if base is None else self._whole.get(id(base))
             if known is None or not _distinct(tensor):
                 return None
-        if not (self._frozen or known.parameter.requires_grad):
+        if not (self._frozen or known.parameter.requires_grad) or PARAMETRIZED in known.book:
             return None
         if tensor is known.parameter and not self.labels:
             return known
         return known._replace(label=self.labels.get(known.book, known.book), given=tensor)
+
+    def original(self, tensor: Any) -> Found | None:
+        """The parameter that weights are computed from, itself or seen as a matrix; else None."""
+        for candidate in (tensor, getattr(tensor, "_base", None)):
+            if id(candidate) in self._owner:
+                known = self._whole[id(candidate)]
+                return known if self._frozen or known.parameter.requires_grad else None
+        found = self.originals(tensor)
+        return found[0] if len(found) == 1 else None
+
+    def originals(self, weight: Any) -> list[Found]:
+        """All parameters that a weight was computed from, where they are there for it alone."""
+        node = getattr(weight, "grad_fn", None)
+        if node is None or not self._owner:
+            return []
+        leaves = list(_leaves(node))
+        owners = {self._owner.get(id(leaf)) for leaf in leaves}
+        hooked = any(leaf._backward_hooks for leaf in leaves)  # they would see too much
+        if None in owners or len(owners) != 1 or hooked:
+            return []
+        return [self._whole[id(leaf)] for leaf in leaves]
 
     def remember(self, tensor: Tensor, what: Any) -> None:
         """Keeps what a tensor was made of, as long as it lives."""
@@ -223,6 +251,36 @@ class Finder:
         except KeyError:
             site = build()
             return self._sites.setdefault(key, site if site.terms else None)
+
+
+def _owner(name: str, names: Iterable[str]) -> str:
+    """The weight that a parameter is there for, by the names torch gives; "" for most.
+
+    >>> _owner("fc.parametrizations.weight.original0", []), _owner("fc.weight", [])
+    ('fc.parametrizations.weight', '')
+    >>> _owner("fc.weight_g", ["fc.weight_g", "fc.weight_v"]), _owner("fc.weight_orig", [])
+    ('fc.weight', 'fc.weight')
+    """
+    head, mark, rest = name.partition(PARAMETRIZED)
+    if mark:
+        return head + mark + rest.partition(".")[0]
+    if name.endswith("_orig"):
+        return name.removesuffix("_orig")
+    stem = name[:-2]
+    pair = {f"{stem}_g", f"{stem}_v"}
+    return stem if name in pair and pair <= set(names) else ""
+
+
+def _leaves(node: Any) -> Iterator[Tensor]:
+    """The tensors that a graph begins with, each once."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        if hasattr(node, "variable"):
+            yield node.variable
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        waiting += new
 
 
 def _distinct(tensor: Tensor) -> bool:
