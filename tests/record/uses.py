@@ -187,6 +187,19 @@ def parametrized() -> nn.Module:
     return layer
 
 
+class Given(nn.Module):
+    """What a layer with a computed weight gives is scaled, and is a factor of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = parametrizations.spectral_norm(nn.Linear(5, 4, bias=False))
+        self.scale, self.along = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = self.layer(x)
+        return torch.mv(given, self.along)[:, None] + torch.tanh(given) * self.scale
+
+
 def pruned(layer: nn.Module) -> nn.Module:
     return prune.random_unstructured(layer, "weight", 0.3)
 
@@ -202,9 +215,11 @@ NORMS = {
     "spectral norm of tokens": tokens_normed(parametrizations.spectral_norm),
     "spectral norm by hooks": norms(nn.utils.spectral_norm),
     "spectral norm of tokens by hooks": tokens_normed(nn.utils.spectral_norm),
+    "spectral norm by another dimension": norms(partial(nn.utils.spectral_norm, dim=1)),
     "orthogonal": tokens_normed(parametrizations.orthogonal),
     "parametrized": Case(parametrized, (5,)),
     "pruned": norms(pruned),
+    "given by a computed weight": Case(Given, (5,)),
 }
 
 BY_ROW = {

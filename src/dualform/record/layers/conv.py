@@ -6,7 +6,7 @@ are needed. A transposed convolution is an ordinary one over an input with zeros
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,14 @@ from torch.nn import functional as F
 
 from dualform.ledger import Stream
 from dualform.memory.blocks import by_group, from_matrix
-from dualform.record.layers.derived import Spectral, derived_use, made_of, sigma_site
+from dualform.record.layers.derived import Spectral, derived_use, made_of, spectral_use, widened
 from dualform.record.layers.use import (
     Finder,
     Found,
     Function,
     LayerKind,
-    Rows,
     Seen,
     Site,
-    Split,
     Together,
     Use,
     book_terms,
@@ -101,34 +99,26 @@ def _conv_use(
 ) -> Seen | None:
     """Whichever of weight and bias are trained; a weight may be computed from parameters."""
     W, b = find(given["weight"]), find(given["bias"])
-    made = made_of(find, given["weight"]) if W is None else None
-    x, dims = given["input"], len(geometry["kernel"]) + 1
+    x, dims, groups = given["input"], len(geometry["kernel"]) + 1, geometry["groups"]
     given["input"] = x = x if x.ndim > dims else x[None]
-
-    def batched(error: Tensor) -> Tensor:
-        return error if error.ndim > dims else error[None]
-
+    if W is not None or not find.computes:
+        return _patches_use(find, W, b, x, geometry, out, swapped)
+    made = made_of(find, given["weight"], "swapped" if swapped else "rows", groups)
     if isinstance(made, Spectral):
-        view = "swapped" if swapped else "rows"
-        site = sigma_site(find, made, view, geometry["groups"])
-        if site is None or (swapped and geometry["groups"] > 1):
-            return None
 
-        def through_sigma(error: Tensor | None) -> Iterator[Rows]:
-            if error is not None:
-                shares = batched(error) * func(**{**given, "bias": None})
-                share = shares.flatten(1).sum(1, keepdim=True) / -made.sigma
-                keys = made.v.repeat(geometry["groups"]).expand(len(share), -1)
-                yield Rows(site, keys, share * made.u)
+        def shares(error: Tensor) -> Tensor:
+            again: Tensor = func(**{**given, "bias": None})
+            return (error.reshape(again.shape) * again).flatten(1).sum(1, keepdim=True)
 
         use = _patches_use(find, made.original, b, x, geometry, out, swapped, made.sigma)
-        return Together.of(use, Split(out, through_sigma))
-    use = _patches_use(find, W, b, x, geometry, out, swapped)
+        return Together.of(use, spectral_use(find, made, out, groups, shares))
+    use = _patches_use(find, None, b, x, geometry, out, swapped)
     if made is None:
         return use
 
     def gradients(error: Tensor) -> Tensor:
-        return _by_sample(x.detach(), batched(error), geometry, given["weight"].shape, swapped)
+        error = error if error.ndim > dims else error[None]
+        return _by_sample(x.detach(), error, geometry, given["weight"].shape, swapped)
 
     return Together.of(use, derived_use(find, made, out, len(x), gradients))
 
@@ -166,7 +156,7 @@ def _by_sample(
     """(samples, *shape): the gradient of the weight, sample by sample."""
     stream = Stream("", tuple(x.shape[1:]), tuple(error.shape[1:]), {"kind": "patches", **geometry})
     groups, view = geometry["groups"], "swapped" if swapped else "rows"
-    seen, errors = patches(stream, x.to(error)), at_positions(stream, error)
+    seen, errors = patches(stream, widened(x.to(error))), at_positions(stream, widened(error))
     split = [t.reshape(*t.shape[:2], groups, -1) for t in (errors, seen)]
     matrices = torch.einsum("npgo,npgi->ngoi", *split).flatten(1, 2)
     return torch.stack([from_matrix(m, tuple(shape), view, groups) for m in matrices])

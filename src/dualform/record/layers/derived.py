@@ -28,6 +28,7 @@ from dualform.record.layers.use import (
     Site,
     Split,
     book_terms,
+    mark_given,
     named,
     place,
 )
@@ -109,7 +110,7 @@ class SpectralNorm(LayerKind):
 
     def use(self, find: Finder, func: Function, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Remembers σ, and the weight that was divided by it."""
-        made = find.recall(args[1]) if len(args) == 2 else None
+        made = find.recall(args[1]) if find.computes and len(args) == 2 else None
         if isinstance(made, Projected) and "dot" in func.__name__:
             find.remember(out, made._replace(u=args[0]))
         elif isinstance(made, Projected) and made.u is not None:
@@ -130,7 +131,10 @@ class Projected(NamedTuple):
 
 def project(find: Finder, matrix: Tensor, v: Tensor, out: Tensor) -> bool:
     """Remembers a projection of a parameter that weights are computed from; False for any other."""
-    original = find.original(matrix)
+    if not find.computes:
+        return False
+    found = [find.original(matrix)] if find.original(matrix) else find.originals(matrix)
+    original = found[0] if len(found) == 1 else None
     if original is None:
         return False
     P = original.parameter.detach()
@@ -142,10 +146,17 @@ def project(find: Finder, matrix: Tensor, v: Tensor, out: Tensor) -> bool:
     return True
 
 
-def made_of(find: Finder, weight: Any) -> Spectral | Derived | None:
-    """What a weight was computed from, where that was parameters known to be there for it."""
+def made_of(
+    find: Finder, weight: Any, view: str = "rows", groups: int = 1
+) -> Spectral | Derived | None:
+    """What a weight was computed from, where those are parameters that are there for it.
+
+    The layer sees the weight as a matrix by `view`; a spectral norm must have seen it so too.
+    """
     known = find.recall(weight)
-    if isinstance(known, Spectral | Derived):
+    if isinstance(known, Derived):
+        return known
+    if isinstance(known, Spectral) and known.view == view and (view == "rows" or groups == 1):
         return known
     originals = find.originals(weight)
     return Derived(originals, partial(_differentiated, weight, originals)) if originals else None
@@ -171,21 +182,29 @@ def derived_use(
 ) -> Seen | None:
     """The use of a weight's originals: (samples, …) of their gradients, from those of the weight.
 
-    `gradients` makes (samples, *shape) of the error. None where that would be too much to keep.
+    `gradients` makes (samples, *shape) of the error, in 32 bits at least. None where that would be
+    too much to keep.
     """
+    mark_given(out)
     sizes = [found.parameter.numel() for found in derived.originals]
     if max(sizes) > LARGEST or sum(sizes) * samples > AT_ONCE:
         return None
     sites = [_site(find, found) for found in derived.originals]
+    out_dtype, device = out.dtype, out.device
 
     def rows(error: Tensor | None) -> Iterator[Rows]:
         parts = None if error is None else derived.pull(gradients(error))
         for at, site in enumerate(sites):
             if site is not None:
-                values = None if parts is None else parts[at].reshape(samples, -1)
-                yield Rows(site, out.new_empty(samples, 0), values)
+                values = None if parts is None else parts[at].reshape(samples, -1).to(out_dtype)
+                yield Rows(site, torch.empty(samples, 0, dtype=out_dtype, device=device), values)
 
     return Split(out, rows)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """In 32 bits at least, as kernels add up."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _site(find: Finder, found: Found) -> Site | None:
@@ -193,10 +212,24 @@ def _site(find: Finder, found: Found) -> Site | None:
     return find.site(key, lambda: Site(found.label, book_terms(found, form="sum"), axis=0))
 
 
-def sigma_site(find: Finder, made: Spectral, view: str, groups: int = 1) -> Site | None:
-    """Where the rows go that come of σ; None where P is not seen as a matrix in the same way."""
+def spectral_use(
+    find: Finder,
+    made: Spectral,
+    out: Tensor,
+    groups: int,
+    shares: Callable[[Tensor], Tensor],
+) -> Seen:
+    """The rows that come of σ; `shares` gives (…, 1) of an error: its product with the output."""
     P = made.original
-    if made.view != view:
-        return None
     key = ("sigma", place(P), groups)
-    return find.site(key, lambda: Site(P.label, {P.book: Term("outer", view, groups)}))
+    site = find.site(key, lambda: Site(P.label, {P.book: Term("outer", made.view, groups)}))
+    assert site is not None
+    mark_given(out)
+
+    def rows(error: Tensor | None) -> Iterator[Rows]:
+        if error is not None:  # of a query they say nothing
+            share = shares(error) / -made.sigma
+            keys = made.v.repeat(groups).expand(*share.shape[:-1], -1)
+            yield Rows(site, keys, share * made.u)
+
+    return Split(out, rows)

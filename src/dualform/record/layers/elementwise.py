@@ -75,7 +75,7 @@ class Scale(LayerKind):
             shape = [1, -1, *[1] * (x.ndim - 2)] if x.ndim > 1 and len(args[1]) > 1 else [-1]
             return _scale(find, found, out, lambda: x.detach().clamp_max(0), shape)
         for operand, x in (args[:2], args[1::-1]):
-            if find.original(operand) is not None:
+            if find.computes and find.original(operand) is not None:
                 return None  # a weight is computed: the layer that it goes into leaves rows
             if (found := find(operand)) is not None and isinstance(x, Tensor):
                 return _scale(find, found, out, x.detach, list(operand.shape))

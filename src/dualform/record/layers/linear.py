@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from dualform.record.layers.derived import (
     Spectral,
     derived_use,
     made_of,
-    sigma_site,
+    spectral_use,
+    widened,
 )
 from dualform.record.layers.letters import matmul_letters
 from dualform.record.layers.product import product_use
@@ -23,10 +24,8 @@ from dualform.record.layers.use import (
     Found,
     Function,
     LayerKind,
-    Rows,
     Seen,
     Site,
-    Split,
     Together,
     Use,
     book_terms,
@@ -48,6 +47,8 @@ class Linear(LayerKind):
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> Seen | None:
         """Keys are the inputs as they are; a weight may be computed from parameters."""
+        if not find.computes:
+            return matrix_use(find, out, False, *args, **kwargs)
         given = named(args, kwargs, "input weight bias")
         made = None if find(given["weight"]) else made_of(find, given["weight"])
         if made is None:
@@ -131,18 +132,12 @@ def _spectral_use(
     find: Finder, made: Spectral, out: Tensor, input: Tensor, weight: Tensor, bias: Any
 ) -> Seen | None:
     """A matrix product with `P / σ`, and the rows that come of σ."""
-    P, sigma = made.original, made.sigma
-    use = _use(find, out, False, input, P, find(bias), sigma)
-    site = sigma_site(find, made, "rows")
-    if site is None:
-        return None
 
-    def through_sigma(error: Tensor | None) -> Iterator[Rows]:
-        if error is not None:
-            share = (error * F.linear(input, weight)).sum(-1, keepdim=True) / -sigma
-            yield Rows(site, made.v.expand(*error.shape[:-1], -1), share * made.u)
+    def shares(error: Tensor) -> Tensor:
+        return (error * F.linear(input, weight)).sum(-1, keepdim=True)
 
-    return Together.of(use, Split(out, through_sigma))
+    use = _use(find, out, False, input, made.original, find(bias), made.sigma)
+    return Together.of(use, spectral_use(find, made, out, 1, shares))
 
 
 def _derived_use(
@@ -155,7 +150,7 @@ def _derived_use(
     def gradients(error: Tensor) -> Tensor:
         e, x = (t.movedim(axis, 0) if t.ndim > 1 else t[None] for t in (error, input.detach()))
         e, x = (t.reshape(samples, -1, t.shape[-1]) for t in (e, x))
-        return e.mT @ x.to(e)
+        return widened(e).mT @ widened(x.to(e))
 
     of_weight = derived_use(find, made, out, samples, gradients)
     return Together.of(matrix_use(find, out, False, input, None, bias), of_weight)

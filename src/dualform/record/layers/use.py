@@ -19,6 +19,8 @@ from dualform.record.layers.extent import Block, extent
 
 PARAMETRIZED = "parametrizations."
 """In the names of parameters that a weight is computed from."""
+GIVEN = "dualform: given by a layer"
+"""In the metadata of a node of the graph."""
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,10 @@ class Finder:
     def __init__(self, parameters: Mapping[str, Tensor], frozen: bool = False) -> None:
         self._frozen = frozen
         self._whole = {id(p): Found(name, name, p, p) for name, p in parameters.items()}
-        self._owner = {
-            id(p): owner for name, p in parameters.items() if (owner := _owner(name, parameters))
+        self._owner: dict[int, str] = {
+            id(p): owner
+            for name, p in parameters.items()
+            if (owner := computed_weight(name, parameters))
         }
         """The weight that each parameter is there to compute, as parametrizations do."""
         self._sites: dict[Hashable, Site | None] = {}
@@ -211,26 +215,32 @@ class Finder:
             return known
         return known._replace(label=self.labels.get(known.book, known.book), given=tensor)
 
+    @property
+    def computes(self) -> bool:
+        """Whether the model has parameters that weights are computed from."""
+        return bool(self._owner)
+
     def original(self, tensor: Any) -> Found | None:
-        """The parameter that weights are computed from, itself or seen as a matrix; else None."""
+        """The parameter that weights are computed from, itself or a view of it; else None."""
         for candidate in (tensor, getattr(tensor, "_base", None)):
             if id(candidate) in self._owner:
                 known = self._whole[id(candidate)]
                 return known if self._frozen or known.parameter.requires_grad else None
-        found = self.originals(tensor)
-        return found[0] if len(found) == 1 else None
+        return None
 
     def originals(self, weight: Any) -> list[Found]:
-        """All parameters that a weight was computed from, where they are there for it alone."""
-        node = getattr(weight, "grad_fn", None)
-        if node is None or not self._owner:
-            return []
-        leaves = list(_leaves(node))
-        owners = {self._owner.get(id(leaf)) for leaf in leaves}
-        hooked = any(leaf._backward_hooks for leaf in leaves)  # they would see too much
-        if None in owners or len(owners) != 1 or hooked:
-            return []
-        return [self._whole[id(leaf)] for leaf in leaves]
+        """All parameters that a weight was computed from, where they are there for it alone.
+
+        None for what a layer gave, nor where hooks of the user's would see too many gradients.
+        """
+        node, owner, found = getattr(weight, "grad_fn", None), None, []
+        for leaf in () if node is None else _leaves(node):
+            own = None if leaf is None else self._owner.get(id(leaf))
+            if leaf is None or own is None or own != (owner or own) or leaf._backward_hooks:
+                return []
+            owner = own
+            found.append(self._whole[id(leaf)])
+        return found
 
     def remember(self, tensor: Tensor, what: Any) -> None:
         """Keeps what a tensor was made of, as long as it lives."""
@@ -253,13 +263,15 @@ class Finder:
             return self._sites.setdefault(key, site if site.terms else None)
 
 
-def _owner(name: str, names: Iterable[str]) -> str:
+def computed_weight(name: str, names: Iterable[str]) -> str:
     """The weight that a parameter is there for, by the names torch gives; "" for most.
 
-    >>> _owner("fc.parametrizations.weight.original0", []), _owner("fc.weight", [])
-    ('fc.parametrizations.weight', '')
-    >>> _owner("fc.weight_g", ["fc.weight_g", "fc.weight_v"]), _owner("fc.weight_orig", [])
-    ('fc.weight', 'fc.weight')
+    >>> computed_weight("fc.parametrizations.weight.original0", [])
+    'fc.parametrizations.weight'
+    >>> computed_weight("fc.weight_g", ["fc.weight_g", "fc.weight_v"])
+    'fc.weight'
+    >>> computed_weight("fc.weight_orig", []), computed_weight("fc.weight", [])
+    ('fc.weight', '')
     """
     head, mark, rest = name.partition(PARAMETRIZED)
     if mark:
@@ -271,16 +283,25 @@ def _owner(name: str, names: Iterable[str]) -> str:
     return stem if name in pair and pair <= set(names) else ""
 
 
-def _leaves(node: Any) -> Iterator[Tensor]:
-    """The tensors that a graph begins with, each once."""
+def _leaves(node: Any) -> Iterator[Tensor | None]:
+    """The tensors that a graph begins with, each once; None for what a layer gave."""
     seen, waiting = {node}, [node]
     while waiting:
         node = waiting.pop()
+        if GIVEN in node.metadata:
+            yield None
         if hasattr(node, "variable"):
             yield node.variable
         new = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= new
         waiting += new
+
+
+def mark_given(out: Tensor) -> None:
+    """Marks what a layer gave, so that nothing made of it is taken for a computed weight."""
+    if out.grad_fn is not None:
+        metadata: Any = out.grad_fn.metadata
+        metadata[GIVEN] = True
 
 
 def _distinct(tensor: Tensor) -> bool:
