@@ -151,7 +151,7 @@ def reason_of(model: nn.Module, name: str) -> str:
                 f"a weight is computed from it: its rows are every sample's gradient in full, and "
                 f"{size:,} numbers a sample are too many to keep; the most are {LARGEST:,}"
             )
-        return "a weight is computed from it in a way that leaves no rows"
+        return "a weight is computed from it in a way that leaves no rows, or under autocast"
     owner = dict(model.named_modules(remove_duplicate=False))[path]
     if is_scripted(owner):
         return "a scripted module makes no calls that could be seen; by row is the module itself"

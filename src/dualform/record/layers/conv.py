@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from dualform.ledger import Stream
 from dualform.memory.blocks import by_group, from_matrix
-from dualform.record.layers.derived import Spectral, derived_use, made_of, spectral_use, widened
+from dualform.record.layers.derived import Spectral, derived_use, made_of, spectral_use
 from dualform.record.layers.use import (
     Finder,
     Found,
@@ -156,7 +156,7 @@ def _by_sample(
     """(samples, *shape): the gradient of the weight, sample by sample."""
     stream = Stream("", tuple(x.shape[1:]), tuple(error.shape[1:]), {"kind": "patches", **geometry})
     groups, view = geometry["groups"], "swapped" if swapped else "rows"
-    seen, errors = patches(stream, widened(x.to(error))), at_positions(stream, widened(error))
+    seen, errors = patches(stream, x), at_positions(stream, error)
     split = [t.reshape(*t.shape[:2], groups, -1) for t in (errors, seen)]
     matrices = torch.einsum("npgo,npgi->ngoi", *split).flatten(1, 2)
     return torch.stack([from_matrix(m, tuple(shape), view, groups) for m in matrices])

@@ -133,17 +133,26 @@ def project(find: Finder, matrix: Tensor, v: Tensor, out: Tensor) -> bool:
     """Remembers a projection of a parameter that weights are computed from; False for any other."""
     if not find.computes:
         return False
-    found = [find.original(matrix)] if find.original(matrix) else find.originals(matrix)
-    original = found[0] if len(found) == 1 else None
-    if original is None:
+    viewed = find.original(matrix)
+    found = [viewed] if viewed is not None else find.originals(matrix)
+    if len(found) != 1:
         return False
-    P = original.parameter.detach()
-    for view in ("rows", "swapped"):
-        seen = as_matrix(P, view)
-        if seen.shape == matrix.shape and torch.equal(seen, matrix.detach()):
-            find.remember(out, Projected(original, view, v))
-            break
+    view = _view_of(found[0], matrix, viewed is not None)
+    if view is not None:
+        find.remember(out, Projected(found[0], view, v))
     return True
+
+
+def _view_of(found: Found, matrix: Tensor, shared: bool) -> str | None:
+    """In which view a parameter is this matrix, which shares its memory or is a copy."""
+    if shared:
+        block = found._replace(given=matrix).matrix()
+        return block[0] if block is not None and block[1] == (0, 0) else None
+    for view in ("rows", "swapped"):
+        seen = as_matrix(found.parameter.detach(), view)
+        if seen.shape == matrix.shape and torch.equal(seen, matrix.detach()):
+            return view
+    return None
 
 
 def made_of(
@@ -182,29 +191,24 @@ def derived_use(
 ) -> Seen | None:
     """The use of a weight's originals: (samples, …) of their gradients, from those of the weight.
 
-    `gradients` makes (samples, *shape) of the error, in 32 bits at least. None where that would be
-    too much to keep.
+    `gradients` makes (samples, *shape) of the error. None where that would be too much to keep, and
+    in 16 bits, where kernels round the weight's gradient before it goes on to the originals.
     """
     mark_given(out)
     sizes = [found.parameter.numel() for found in derived.originals]
-    if max(sizes) > LARGEST or sum(sizes) * samples > AT_ONCE:
+    if max(sizes) > LARGEST or sum(sizes) * samples > AT_ONCE or out.element_size() < 4:
         return None
     sites = [_site(find, found) for found in derived.originals]
-    out_dtype, device = out.dtype, out.device
+    dtype, device = out.dtype, out.device
 
     def rows(error: Tensor | None) -> Iterator[Rows]:
         parts = None if error is None else derived.pull(gradients(error))
         for at, site in enumerate(sites):
             if site is not None:
-                values = None if parts is None else parts[at].reshape(samples, -1).to(out_dtype)
-                yield Rows(site, torch.empty(samples, 0, dtype=out_dtype, device=device), values)
+                values = None if parts is None else parts[at].reshape(samples, -1)
+                yield Rows(site, torch.empty(samples, 0, dtype=dtype, device=device), values)
 
     return Split(out, rows)
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """In 32 bits at least, as kernels add up."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _site(find: Finder, found: Found) -> Site | None:

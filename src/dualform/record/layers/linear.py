@@ -15,7 +15,6 @@ from dualform.record.layers.derived import (
     derived_use,
     made_of,
     spectral_use,
-    widened,
 )
 from dualform.record.layers.letters import matmul_letters
 from dualform.record.layers.product import product_use
@@ -150,7 +149,7 @@ def _derived_use(
     def gradients(error: Tensor) -> Tensor:
         e, x = (t.movedim(axis, 0) if t.ndim > 1 else t[None] for t in (error, input.detach()))
         e, x = (t.reshape(samples, -1, t.shape[-1]) for t in (e, x))
-        return widened(e).mT @ widened(x.to(e))
+        return e.mT @ x
 
     of_weight = derived_use(find, made, out, samples, gradients)
     return Together.of(matrix_use(find, out, False, input, None, bias), of_weight)
