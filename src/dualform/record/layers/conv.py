@@ -111,7 +111,7 @@ def _conv_use(
             return (error.reshape(again.shape) * again).flatten(1).sum(1, keepdim=True)
 
         use = _patches_use(find, made.original, b, x, geometry, out, swapped, made.sigma)
-        return Together.of(use, spectral_use(find, made, out, groups, shares))
+        return Together.of(use, spectral_use(find, made, out, x.shape[:1], groups, shares))
     use = _patches_use(find, None, b, x, geometry, out, swapped)
     if made is None:
         return use

@@ -220,20 +220,19 @@ def spectral_use(
     find: Finder,
     made: Spectral,
     out: Tensor,
+    lead: Sequence[int],
     groups: int,
     shares: Callable[[Tensor], Tensor],
 ) -> Seen:
-    """The rows that come of σ; `shares` gives (…, 1) of an error: its product with the output."""
+    """The rows that come of σ; `shares` makes (*lead, 1) of an error: its product with the output."""
     P = made.original
-    key = ("sigma", place(P), groups)
-    site = find.site(key, lambda: Site(P.label, {P.book: Term("outer", made.view, groups)}))
+    terms = {P.book: Term("outer", made.view, groups)}
+    site = find.site(("sigma", place(P), groups), lambda: Site(P.label, terms, aside=True))
     assert site is not None
     mark_given(out)
 
     def rows(error: Tensor | None) -> Iterator[Rows]:
-        if error is not None:  # of a query they say nothing
-            share = shares(error) / -made.sigma
-            keys = made.v.repeat(groups).expand(*share.shape[:-1], -1)
-            yield Rows(site, keys, share * made.u)
+        values = None if error is None else shares(error) / -made.sigma * made.u
+        yield Rows(site, made.v.repeat(groups).expand(*lead, -1), values)
 
     return Split(out, rows)

@@ -136,7 +136,7 @@ def _spectral_use(
         return (error * F.linear(input, weight)).sum(-1, keepdim=True)
 
     use = _use(find, out, False, input, made.original, find(bias), made.sigma)
-    return Together.of(use, spectral_use(find, made, out, 1, shares))
+    return Together.of(use, spectral_use(find, made, out, out.shape[:-1], 1, shares))
 
 
 def _derived_use(

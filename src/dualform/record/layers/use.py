@@ -37,6 +37,8 @@ class Site:
     layout: Mapping[str, Any] = field(default_factory=dict)
     axis: int | None = None
     """The dimension that counts samples; None where it is found by its size."""
+    aside: bool = False
+    """Whether rows come of how a weight is computed, and a query of the layer has none."""
 
 
 class Rows(NamedTuple):
