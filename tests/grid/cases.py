@@ -210,6 +210,44 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
+class Heads(nn.Module):
+    """Projections into heads and out of them, with a dimension of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Parameter(torch.randn(4, 2, 3) / 2)
+        self.out = nn.Parameter(torch.randn(2, 3, 4) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(torch.einsum("btd,dhk->bthk", x, self.into))
+        return torch.einsum("bthk,hkd->btd", hidden, self.out)
+
+
+class Experts(nn.Module):
+    """Two matrices in one parameter, and biases: each takes its own part of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(2, 4, 5) / 2), nn.Parameter(torch.zeros(2, 5))
+        self.back = nn.Parameter(torch.randn(2, 4, 5) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = (torch.tanh(x[:, e:] @ self.w[e] + self.b[e]) for e in range(2))
+        mixed = torch.stack([one.mean(1), two.mean(1)])  # (experts, samples, …)
+        return torch.bmm(mixed, self.back.mT).transpose(0, 1)
+
+
+class Pairs(nn.Module):
+    """A bilinear layer of two parts of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(3, 2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[..., :3], x[..., 2:])
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
@@ -277,9 +315,22 @@ CASES = {
     "Checkpointing": Case(lambda: Checkpointed(False)),
     "Checkpointing, reentrant": Case(lambda: Checkpointed(True)),
     "Weight norm": Case(
-        lambda: parametrizations.weight_norm(nn.Linear(4, 3)), vectors, "parametrization"
+        lambda: nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 3)
+        ),
     ),
-    "Orthogonal": Case(
-        lambda: parametrizations.orthogonal(nn.Linear(4, 3)), vectors, "parametrization"
+    "Weight norm, Conv2d": Case(lambda: parametrizations.weight_norm(nn.Conv2d(2, 4, 3)), images),
+    "Spectral norm": Case(
+        lambda: parametrizations.spectral_norm(nn.Conv2d(2, 4, 3, groups=2)), images
+    ),
+    "Orthogonal": Case(lambda: parametrizations.orthogonal(nn.Linear(4, 3))),
+    "Einsum": Case(Heads, tokens),
+    "Experts": Case(Experts, tokens),
+    "Bilinear": Case(Pairs, tokens),
+    "Channels last": Case(
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.ConvTranspose2d(4, 2, 3)).to(
+            memory_format=torch.channels_last
+        ),
+        images,
     ),
 }

@@ -146,6 +146,18 @@ def test_recurrent_layers_under_autocast(case: str, tmp_path: Path) -> None:
     assert cell.remainder <= 1e-6
 
 
+@pytest.mark.parametrize("case", ["Weight norm", "Weight norm, Conv2d", "Orthogonal"])
+def test_computed_weights_under_autocast(case: str, tmp_path: Path) -> None:
+    """The gradient of such a weight is rounded before it goes on: kept by step, and exact."""
+    cell = run_cell(case, "Rprop", torch.float32, tmp_path / "run", torch.bfloat16)
+    assert cell.identical
+    assert {book for book in cell.reasons if "parametrizations" in book} == set(cell.reasons)
+    assert set(cell.reasons.values()) == {
+        "a weight is computed from it in a way that leaves no rows, or under autocast"
+    }
+    assert cell.remainder <= 1e-6
+
+
 def scaled(
     case: str, optimizer: str, scale: float, path: Path | None, half: bool = True
 ) -> tuple[nn.Module, int]:

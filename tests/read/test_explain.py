@@ -36,6 +36,9 @@ STREAMS = (
     "MultiheadAttention",
     "Conv2d, groups",
     "ConvTranspose2d, groups",
+    "Einsum",
+    "Experts",
+    "Spectral norm",
 )
 """Books with several streams, parts of a parameter, other views of it, groups."""
 ROUNDING = 1e-6

@@ -14,6 +14,7 @@ output's unit and β the layer's input. So a row's answer is `(α·a)(b·β)`, f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,20 +26,50 @@ WIDENED = 1024
 
 
 def as_matrix(parameter: Tensor, view: str, groups: int = 1) -> Tensor:
-    """A parameter as a matrix: by "rows", "swapped" (second dimension first), or "flat".
+    """A parameter as a matrix: by "rows", "swapped" (second dimension first), "flat", or "01|2".
+
+    The last kind names the dimensions that make up the height, a bar, and those of the width.
 
     >>> as_matrix(torch.zeros(8, 3, 5, 5), "rows").shape
     torch.Size([8, 75])
     >>> as_matrix(torch.zeros(8, 3, 5, 5), "swapped", groups=2).shape
     torch.Size([6, 100])
+    >>> as_matrix(torch.zeros(4, 6, 5), "02|1").shape  # four experts of 6 inputs and 5 outputs
+    torch.Size([20, 6])
     """
     if view == "flat":
         return parameter.reshape(-1, 1)
     if view == "rows":
         return parameter.reshape(len(parameter), -1)
+    if "|" in view:
+        down, across = sides_of(view)
+        height = math.prod(parameter.shape[dim] for dim in down)
+        return parameter.permute(*down, *across).reshape(height, -1)
     inputs, outputs, *kernel = parameter.shape
     split = parameter.reshape(groups, inputs // groups, outputs, *kernel).transpose(1, 2)
     return split.reshape(groups * outputs, -1)
+
+
+def sides_of(view: str) -> tuple[list[int], list[int]]:
+    """The dimensions that a view such as "02|1" puts into the height, and into the width.
+
+    >>> sides_of("02|1")
+    ([0, 2], [1])
+    """
+    down, _, across = view.partition("|")
+    return [int(dim) for dim in down], [int(dim) for dim in across]
+
+
+def keeps_order(view: str) -> bool:
+    """Whether the matrix has the parameter's elements in their own order, so that none moves.
+
+    >>> [keeps_order(view) for view in ("rows", "flat", "swapped", "01|2", "02|1")]
+    [True, True, False, True, False]
+    """
+    if "|" not in view:
+        return view != "swapped"
+    dims = [dim for side in sides_of(view) for dim in side]
+    return dims == sorted(dims)
 
 
 def matrix_shape(shape: tuple[int, ...], view: str, groups: int = 1) -> tuple[int, int]:
@@ -57,9 +88,15 @@ def from_matrix(matrix: Tensor, shape: tuple[int, ...], view: str, groups: int =
     >>> p = torch.randn(4, 3, 2)
     >>> torch.equal(from_matrix(as_matrix(p, "swapped", 2), (4, 3, 2), "swapped", 2), p)
     True
+    >>> torch.equal(from_matrix(as_matrix(p, "20|1"), (4, 3, 2), "20|1"), p)
+    True
     """
-    if view != "swapped":
+    if keeps_order(view):
         return matrix.reshape(shape)
+    if "|" in view:
+        dims = [dim for side in sides_of(view) for dim in side]
+        back = sorted(range(len(dims)), key=dims.__getitem__)
+        return matrix.reshape([shape[dim] for dim in dims]).permute(back).contiguous()
     inner = (groups, shape[1], shape[0] // groups, *shape[2:])
     return matrix.reshape(inner).transpose(1, 2).reshape(shape)
 
@@ -78,7 +115,7 @@ def through_views(
     >>> torch.equal(found[0], as_matrix(-p, "swapped"))
     True
     """
-    if view != "swapped":
+    if keeps_order(view):
         return mapping(matrices.reshape(len(matrices), *shape)).reshape(matrices.shape)
     parameters = torch.stack([from_matrix(matrix, shape, view, groups) for matrix in matrices])
     return torch.stack([as_matrix(found, view, groups) for found in mapping(parameters)])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Term
-from dualform.memory.blocks import as_matrix, matrix_shape
+from dualform.memory.blocks import as_matrix, keeps_order, matrix_shape
 from dualform.read.grouped import Region
 
 
@@ -53,7 +53,7 @@ class Columns:
     def matrices(self, directions: Tensor) -> Tensor:
         """(directions, height, width): directions as the matrices that the columns are from."""
         view, groups = self.term.view, self.term.groups
-        if view == "swapped":
+        if not keeps_order(view):
             return torch.stack([as_matrix(direction, view, groups) for direction in directions])
         return directions.reshape(len(directions), *matrix_shape(self.book.shape, view, groups))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dualform.errors import ReadingError
 from dualform.ledger import Stream, Term
-from dualform.memory.blocks import Sides, from_matrix, matrix_shape
+from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
 from dualform.read.grouped import Region, add_segments
 from dualform.read.targets import Asked, Parameters
 from dualform.record.layers import (
@@ -111,7 +111,7 @@ def _add_sums(into: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]], term:
     sides = Sides(a.flatten(0, 1), torch.cat(b, 1).flatten(0, 1) if b else None, term.at)
     height, width = matrix_shape(shape, term.view, term.groups)
     counts, whole = torch.full((len(into),), a.shape[1]), Region.whole(height, width)
-    if term.view != "swapped":
+    if keeps_order(term.view):
         add_segments(into.view(len(into), height, width), sides, counts, whole)
         return
     dense = into.new_zeros(len(into), height, width)

@@ -82,6 +82,8 @@ def _stream_of(rows: Rows, ledger: Ledger) -> Stream | None:
     A convolution may see an input of another size today.
     """
     site, found = rows.site, None
+    if site.aside:
+        return None
     base = stream_name(site.label)
     shape = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
     for declared in ledger.info.declarations:

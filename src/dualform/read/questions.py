@@ -121,7 +121,9 @@ def _mixed(
     """Through an operator that is its own adjoint; rank one stays so where dimensions are sides."""
     shape = operator.shape
     if isinstance(question, Functional):
-        sides = term.groups == 1 and (term.view == "rows" or len(shape) == 1)
+        sides = term.groups == 1 and (
+            term.view == "rows" or (term.view == "flat" and len(shape) == 1)
+        )
         if sides and isinstance(operator, Modewise):
             first, *others = (matrix.cpu() for matrix in operator.matrices)
             b = along(others, question.b.reshape(len(question), *shape[1:]))

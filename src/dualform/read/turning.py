@@ -27,7 +27,7 @@ in a basis; beyond that they are turned anew for each step, some at a time."""
 def can_turn(question: Functional | Bilinear, shape: tuple[int, ...], term: Term) -> bool:
     """Whether rows can be turned as the question is: their sides are the parameter's dimensions."""
     size = len(question) * torch.Size(shape).numel()
-    sides = term.view == "rows" or len(shape) == 1
+    sides = term.view == "rows" or (term.view == "flat" and len(shape) == 1)
     return sides and term.groups == 1 and size <= KEPT and (len(shape) <= 2 or term.at == (0, 0))
 
 

@@ -212,7 +212,7 @@ class Books:
             product: Tensor = torch.sparse.mm(gradient, look.vectors)
             return product[look.rows].flatten()
         term = self._terms[name]
-        if term.view == "swapped" or gradient.ndim > 2:
+        if term.view != "rows" or gradient.ndim > 2:
             gradient = as_matrix(gradient, term.view, term.groups)
         if look.height != len(gradient):
             gradient = gradient[look.rows]

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from dualform.errors import RecordingError
 from dualform.ledger import Book
 from dualform.record.layers import is_scripted
+from dualform.record.layers.derived import LARGEST
+from dualform.record.layers.use import computed_weight
 from dualform.record.optimizers import Rule, why_observed
 
 
@@ -141,8 +143,15 @@ def refuse_complex(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> 
 def reason_of(model: nn.Module, name: str) -> str:
     """Why no call of the model left rows for a parameter."""
     path, _, own = name.rpartition(".")
-    if "parametrizations." in name:
-        return "a parametrization computes the weight from it"
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if computed_weight(name, parameters):
+        size = parameters[name].numel()
+        if size > LARGEST:
+            return (
+                f"a weight is computed from it: its rows are every sample's gradient in full, and "
+                f"{size:,} numbers a sample are too many to keep; the most are {LARGEST:,}"
+            )
+        return "a weight is computed from it in a way that leaves no rows, or under autocast"
     owner = dict(model.named_modules(remove_duplicate=False))[path]
     if is_scripted(owner):
         return "a scripted module makes no calls that could be seen; by row is the module itself"

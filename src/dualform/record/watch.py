@@ -278,7 +278,10 @@ class Watch:
                 else:
                     self._handles.append(handle)
         owners = [module for module in parts if module._parameters]
-        plain = [type(module).forward is nn.Linear.forward for module in owners]
+        plain = [
+            type(module).forward is nn.Linear.forward and "weight" in module._parameters
+            for module in owners
+        ]
         if all(plain) and not self._alone and self._calls == self._owner_calls:
             self._look_at(owners)
 

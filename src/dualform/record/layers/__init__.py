@@ -2,10 +2,13 @@
 
 from dualform.record.layers.composite import AttentionForward
 from dualform.record.layers.conv import Conv, ConvTranspose
+from dualform.record.layers.derived import SpectralNorm, WeightNorm
 from dualform.record.layers.elementwise import Expansion, Offset, Repetition, Scale
 from dualform.record.layers.embedding import Embedding, EmbeddingBag, Indexing
+from dualform.record.layers.experts import GroupedProduct
 from dualform.record.layers.linear import Linear, MatrixProduct, matrix_use
 from dualform.record.layers.norms import ChannelNorm, LayerNorm
+from dualform.record.layers.product import BatchedProduct, Bilinear, Einsum
 from dualform.record.layers.recurrent import Recurrent
 from dualform.record.layers.rows import expand, inner_products, positions
 from dualform.record.layers.use import (
@@ -39,6 +42,10 @@ from dualform.record.layers.watching import (
 KINDS: tuple[LayerKind, ...] = (
     Linear(),
     MatrixProduct(),
+    BatchedProduct(),
+    Einsum(),
+    GroupedProduct(),
+    Bilinear(),
     Conv(),
     ConvTranspose(),
     Embedding(),
@@ -51,6 +58,8 @@ KINDS: tuple[LayerKind, ...] = (
     Expansion(),
     Repetition(),
     Recurrent(),
+    WeightNorm(),
+    SpectralNorm(),
     AttentionForward(),
 )
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dualform.ledger import Stream
-from dualform.memory.blocks import by_group
+from dualform.memory.blocks import by_group, from_matrix
+from dualform.record.layers.derived import Spectral, derived_use, made_of, spectral_use
 from dualform.record.layers.use import (
     Finder,
+    Found,
     Function,
     LayerKind,
+    Seen,
     Site,
+    Together,
     Use,
     book_terms,
     named,
@@ -38,7 +43,7 @@ class Conv(LayerKind):
 
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> Use | None:
+    ) -> Seen | None:
         """Keys are the inputs, unpadded."""
         given = named(args, kwargs, self.names, stride=1, padding=0, dilation=1, groups=1)
         kernel = list(given["weight"].shape[2:])
@@ -50,7 +55,7 @@ class Conv(LayerKind):
             "groups": int(given["groups"]),
             "padding": _padding(given["padding"], kernel, dilation),
         }
-        return _conv_use(find, given, geometry, out, swapped=False)
+        return _conv_use(find, func, given, geometry, out, swapped=False)
 
 
 class ConvTranspose(LayerKind):
@@ -65,7 +70,7 @@ class ConvTranspose(LayerKind):
 
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> Use | None:
+    ) -> Seen | None:
         """Keys are the inputs; zeros are put in between when patches are unfolded."""
         defaults = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
         given = named(args, kwargs, self.names, **defaults)
@@ -81,23 +86,57 @@ class ConvTranspose(LayerKind):
             "padding": [[r, r + e] for r, e in zip(reach, extra, strict=True)],
             "stuffing": stride,
         }
-        return _conv_use(find, given, geometry, out, swapped=True)
+        return _conv_use(find, func, given, geometry, out, swapped=True)
 
 
 def _conv_use(
     find: Finder,
-    given: Mapping[str, Any],
+    func: Function,
+    given: dict[str, Any],
     geometry: dict[str, Any],
     out: Tensor,
     swapped: bool,
-) -> Use | None:
+) -> Seen | None:
+    """Whichever of weight and bias are trained; a weight may be computed from parameters."""
     W, b = find(given["weight"]), find(given["bias"])
+    x, dims, groups = given["input"], len(geometry["kernel"]) + 1, geometry["groups"]
+    given["input"] = x = x if x.ndim > dims else x[None]
+    if W is not None or not find.computes:
+        return _patches_use(find, W, b, x, geometry, out, swapped)
+    made = made_of(find, given["weight"], "swapped" if swapped else "rows", groups)
+    if isinstance(made, Spectral):
+
+        def shares(error: Tensor) -> Tensor:
+            again: Tensor = func(**{**given, "bias": None})
+            return (error.reshape(again.shape) * again).flatten(1).sum(1, keepdim=True)
+
+        use = _patches_use(find, made.original, b, x, geometry, out, swapped, made.sigma)
+        return Together.of(use, spectral_use(find, made, out, x.shape[:1], groups, shares))
+    use = _patches_use(find, None, b, x, geometry, out, swapped)
+    if made is None:
+        return use
+
+    def gradients(error: Tensor) -> Tensor:
+        error = error if error.ndim > dims else error[None]
+        return _by_sample(x.detach(), error, geometry, given["weight"].shape, swapped)
+
+    return Together.of(use, derived_use(find, made, out, len(x), gradients))
+
+
+def _patches_use(
+    find: Finder,
+    W: Found | None,
+    b: Found | None,
+    x: Tensor,
+    geometry: dict[str, Any],
+    out: Tensor,
+    swapped: bool,
+    divisor: Tensor | None = None,
+) -> Use | None:
     first = W or b
     if first is None:
         return None
-    x, dims = given["input"], len(geometry["kernel"]) + 1
-    batched = x.ndim > dims
-    x = x if batched else x[None]
+    dims = len(geometry["kernel"]) + 1
     key = (place(W), place(b), repr(geometry), x.shape[1:])
 
     def build() -> Site:
@@ -107,7 +146,20 @@ def _conv_use(
     site = find.site(key, build)
     if site is None:
         return None
-    return Use(site, out, x, None if batched else lambda error: error[None])
+    keys = x if divisor is None else lambda: x.detach() / divisor
+    return Use(site, out, keys, None if out.ndim > dims else lambda error: error[None])
+
+
+def _by_sample(
+    x: Tensor, error: Tensor, geometry: dict[str, Any], shape: Sequence[int], swapped: bool
+) -> Tensor:
+    """(samples, *shape): the gradient of the weight, sample by sample."""
+    stream = Stream("", tuple(x.shape[1:]), tuple(error.shape[1:]), {"kind": "patches", **geometry})
+    groups, view = geometry["groups"], "swapped" if swapped else "rows"
+    seen, errors = patches(stream, x), at_positions(stream, error)
+    split = [t.reshape(*t.shape[:2], groups, -1) for t in (errors, seen)]
+    matrices = torch.einsum("npgo,npgi->ngoi", *split).flatten(1, 2)
+    return torch.stack([from_matrix(m, tuple(shape), view, groups) for m in matrices])
 
 
 def _each(value: Any, dims: int) -> list[int]:

@@ -46,7 +46,7 @@ class Offset(LayerKind):
             sign = [sign[1], sign[0]]
         for operand, factor in zip(args[:2], sign, strict=True):
             if (found := find(operand)) is not None:
-                return _offset(find, found, out, factor)
+                return offset_use(find, found, out, factor)
             added, read = find.recent.get(id(operand), (None, None))
             if added is not None and read is not None and added.shape != out.shape:
                 return _broadcast_read(read, out, factor)
@@ -75,6 +75,8 @@ class Scale(LayerKind):
             shape = [1, -1, *[1] * (x.ndim - 2)] if x.ndim > 1 and len(args[1]) > 1 else [-1]
             return _scale(find, found, out, lambda: x.detach().clamp_max(0), shape)
         for operand, x in (args[:2], args[1::-1]):
+            if find.computes and find.original(operand) is not None:
+                return None  # a weight is computed: the layer that it goes into leaves rows
             if (found := find(operand)) is not None and isinstance(x, Tensor):
                 return _scale(find, found, out, x.detach, list(operand.shape))
         return None
@@ -94,7 +96,7 @@ class Expansion(LayerKind):
     ) -> Use | None:
         """What comes back from the copies is the error."""
         found = find(args[0])
-        return None if found is None else _offset(find, found, out, 1.0)
+        return None if found is None else offset_use(find, found, out)
 
 
 class Repetition(LayerKind):
@@ -115,10 +117,11 @@ class Repetition(LayerKind):
             return None
         lined = [1] * (out.ndim - args[0].ndim) + list(args[0].shape)
         fits = all(p in (1, o) for p, o in zip(lined, out.shape, strict=True))
-        return _offset(find, found, out, 1.0) if fits else None
+        return offset_use(find, found, out) if fits else None
 
 
-def _offset(find: Finder, found: Found, out: Tensor, factor: float) -> Use | None:
+def offset_use(find: Finder, found: Found, out: Tensor, factor: float = 1.0) -> Use | None:
+    """A parameter that is added, broadcast to the shape of the output."""
     shape = list(found.given.shape)
     to_rows = _to_rows(shape, out.ndim)
     site = _site(find, found, "sum")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from dualform.record.layers.product import Chosen
 from dualform.record.layers.use import (
     Finder,
     Found,
@@ -66,14 +67,20 @@ class Indexing(LayerKind):
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> Use | None:
-        """Keys are the indices; anything but whole rows of a matrix is left to others."""
+        """Keys are the indices; anything but whole rows of a matrix is left to others.
+
+        Where a stack of matrices is indexed, the product that they go into is what leaves rows.
+        """
         given = named(args, kwargs, "input dim index")
         table, places = find(args[0]), given["index"]
         if func is torch.Tensor.__getitem__:
             places = args[1]
         elif given["dim"] != 0:
             return None
-        if table is None or table.given.ndim != 2 or not _counts(places):
+        if table is None or table.given.ndim < 2 or not _counts(places):
+            return None
+        if table.given.ndim > 2:  # matrices, for a product with each
+            find.remember(out, Chosen(table, places % len(table.given)))
             return None
         site = _site(find, table)
         return (
@@ -163,6 +170,7 @@ def _remembered(find: Finder, use: Use) -> Use:
 
 
 def _counts(places: Any) -> bool:
-    return (
-        isinstance(places, Tensor) and not places.is_floating_point() and places.dtype != torch.bool
-    )
+    """Whether they are places of rows; a single one gives a view of the table, and no rows."""
+    if not isinstance(places, Tensor) or places.ndim == 0:
+        return False
+    return not places.is_floating_point() and places.dtype != torch.bool

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Stream
+from dualform.memory.blocks import by_group
 from dualform.record.layers.conv import at_positions, patches, responses
 
 
@@ -42,4 +43,4 @@ def inner_products(stream: Stream, keys: Tensor, vectors: Tensor) -> Tensor:
     """
     if stream.layout:
         return responses(stream, keys, vectors)
-    return torch.matmul(keys, vectors)[:, None]
+    return torch.matmul(by_group(keys, keys.shape[1] // len(vectors)), vectors)

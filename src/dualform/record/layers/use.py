@@ -7,13 +7,20 @@ what the call's rows are, for `nn.Linear` as for `F.linear(x, self.w[:8])`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from dualform.ledger import Term
+from dualform.record.layers.extent import Block, extent
+
+PARAMETRIZED = "parametrizations."
+"""In the names of parameters that a weight is computed from."""
+GIVEN = "dualform: given by a layer"
+"""In the metadata of a node of the graph."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,8 @@ class Site:
     layout: Mapping[str, Any] = field(default_factory=dict)
     axis: int | None = None
     """The dimension that counts samples; None where it is found by its size."""
+    aside: bool = False
+    """Whether rows come of how a weight is computed, and a query of the layer has none."""
 
 
 class Rows(NamedTuple):
@@ -87,6 +96,56 @@ class Use:
         return (Rows(self.site, keys, error if self.value is None else self.value(error)),)
 
 
+@dataclass(slots=True)
+class Split:
+    """One call whose rows go to several sites: `make` gives them, with values for an error."""
+
+    output: Tensor | None
+    make: Callable[[Tensor | None], Iterable[Rows]]
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors whose gradients `rows` wants."""
+        return () if self.output is None else (self.output,)
+
+    def let_go(self) -> None:
+        """Forgets the output: a hook on its graph must not keep that graph alive."""
+        self.output = None
+
+    def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
+        """Keys, and values where errors are given."""
+        if errors is None:
+            return self.make(None)
+        return () if errors[0] is None else self.make(errors[0])
+
+
+class Together:
+    """Several uses of one output: of all the parameters that took part in a call."""
+
+    def __init__(self, uses: Sequence[Seen]) -> None:
+        self._uses = uses
+
+    @classmethod
+    def of(cls, *uses: Seen | None) -> Seen | None:
+        """As few as they are: None for none, the use itself where it is alone."""
+        found = [use for use in uses if use is not None]
+        return cls(found) if len(found) > 1 else found[0] if found else None
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors whose gradients `rows` wants."""
+        return self._uses[0].outputs
+
+    def let_go(self) -> None:
+        """Forgets the outputs: a hook on their graph must not keep that graph alive."""
+        for use in self._uses:
+            use.let_go()
+
+    def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
+        """Keys, and values where errors are given, use after use."""
+        return (rows for use in self._uses for rows in use.rows(errors))
+
+
 class Found(NamedTuple):
     """A parameter in a call's arguments: itself, or a view of it."""
 
@@ -96,34 +155,25 @@ class Found(NamedTuple):
     parameter: Tensor
     given: Tensor
 
-    def matrix(self, swapped: bool = False) -> tuple[str, tuple[int, int]] | None:
+    def matrix(self, swapped: bool = False) -> Block | None:
         """The view in which the given tensor is a block of the parameter's matrix, and its place.
 
         `swapped` for a tensor whose second dimension counts outputs. None where it is no block.
         """
-        given, whole = self.given, self.parameter
-        if given.ndim < 2 or whole.ndim < 2 or not whole.is_contiguous():
+        if self.given.ndim < 2:
             return None
-        width = whole.numel() // max(1, len(whole))
-        at = divmod(self._offset(), max(1, width))
-        if given.stride(0) == width and given[:1].is_contiguous():
-            turned = swapped
-        elif given.ndim == whole.ndim == 2 and given.stride() == (1, width):
-            turned = not swapped
-        else:
-            return None
-        if turned and whole.ndim > 2 and given is not whole:
-            return None
-        return ("swapped", (at[1], at[0])) if turned else ("rows", at)
+        outputs = int(swapped)
+        return self.block([outputs], [at for at in range(self.given.ndim) if at != outputs])
 
-    def flat(self) -> tuple[str, tuple[int, int]] | None:
+    def block(self, outputs: Sequence[int], inputs: Sequence[int]) -> Block | None:
+        """The same where several dimensions of the given tensor may count outputs, or inputs."""
+        part = extent(self.parameter, self.given)
+        return None if part is None else part.block(outputs, inputs)
+
+    def flat(self) -> Block | None:
         """The same for the flattened parameter; None where the given tensor is no stretch of it."""
-        if not (self.given.is_contiguous() and self.parameter.is_contiguous()):
-            return None
-        return "flat", (self._offset(), 0)
-
-    def _offset(self) -> int:
-        return int(self.given.storage_offset()) - int(self.parameter.storage_offset())
+        part = extent(self.parameter, self.given)
+        return None if part is None else part.flat()
 
 
 class Finder:
@@ -135,6 +185,12 @@ class Finder:
     def __init__(self, parameters: Mapping[str, Tensor], frozen: bool = False) -> None:
         self._frozen = frozen
         self._whole = {id(p): Found(name, name, p, p) for name, p in parameters.items()}
+        self._owner: dict[int, str] = {
+            id(p): owner
+            for name, p in parameters.items()
+            if (owner := computed_weight(name, parameters))
+        }
+        """The weight that each parameter is there to compute, as parametrizations do."""
         self._sites: dict[Hashable, Site | None] = {}
         self.labels: dict[str, str] = {}
         """What shared parameters are called in the module that is running."""
@@ -144,6 +200,8 @@ class Finder:
         """Where each sample of a packed sequence stands, which is sorted by length."""
         self.recent: dict[int, tuple[Tensor, Use]] = {}
         """Outputs of table reads in this forward pass, which may yet be broadcast."""
+        self._made: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        self._alive = 64
 
     def __call__(self, tensor: Any) -> Found | None:
         """The parameter behind a tensor that is trained, or None."""
@@ -153,11 +211,50 @@ class Finder:
             known = None if base is None else self._whole.get(id(base))
             if known is None or not _distinct(tensor):
                 return None
-        if not (self._frozen or known.parameter.requires_grad):
+        if not (self._frozen or known.parameter.requires_grad) or PARAMETRIZED in known.book:
             return None
         if tensor is known.parameter and not self.labels:
             return known
         return known._replace(label=self.labels.get(known.book, known.book), given=tensor)
+
+    @property
+    def computes(self) -> bool:
+        """Whether the model has parameters that weights are computed from."""
+        return bool(self._owner)
+
+    def original(self, tensor: Any) -> Found | None:
+        """The parameter that weights are computed from, itself or a view of it; else None."""
+        for candidate in (tensor, getattr(tensor, "_base", None)):
+            if id(candidate) in self._owner:
+                known = self._whole[id(candidate)]
+                return known if self._frozen or known.parameter.requires_grad else None
+        return None
+
+    def originals(self, weight: Any) -> list[Found]:
+        """All parameters that a weight was computed from, where they are there for it alone.
+
+        None for what a layer gave, nor where hooks of the user's would see too many gradients.
+        """
+        node, owner, found = getattr(weight, "grad_fn", None), None, []
+        for leaf in () if node is None else _leaves(node):
+            own = None if leaf is None else self._owner.get(id(leaf))
+            if leaf is None or own is None or own != (owner or own) or leaf._backward_hooks:
+                return []
+            owner = own
+            found.append(self._whole[id(leaf)])
+        return found
+
+    def remember(self, tensor: Tensor, what: Any) -> None:
+        """Keeps what a tensor was made of, as long as it lives."""
+        self._made[id(tensor)] = (weakref.ref(tensor), what)
+        if len(self._made) > 2 * self._alive:
+            self._made = {key: made for key, made in self._made.items() if made[0]() is not None}
+            self._alive = max(64, len(self._made))
+
+    def recall(self, tensor: Any) -> Any:
+        """What `remember` was told of a tensor, or None."""
+        made, what = self._made.get(id(tensor), (None, None))
+        return what if made is not None and made() is tensor else None
 
     def site(self, key: Hashable, build: Callable[[], Site]) -> Site | None:
         """The site known under a key, made at the first call; None where it feeds no book."""
@@ -166,6 +263,47 @@ class Finder:
         except KeyError:
             site = build()
             return self._sites.setdefault(key, site if site.terms else None)
+
+
+def computed_weight(name: str, names: Iterable[str]) -> str:
+    """The weight that a parameter is there for, by the names torch gives; "" for most.
+
+    >>> computed_weight("fc.parametrizations.weight.original0", [])
+    'fc.parametrizations.weight'
+    >>> computed_weight("fc.weight_g", ["fc.weight_g", "fc.weight_v"])
+    'fc.weight'
+    >>> computed_weight("fc.weight_orig", []), computed_weight("fc.weight", [])
+    ('fc.weight', '')
+    """
+    head, mark, rest = name.partition(PARAMETRIZED)
+    if mark:
+        return head + mark + rest.partition(".")[0]
+    if name.endswith("_orig"):
+        return name.removesuffix("_orig")
+    stem = name[:-2]
+    pair = {f"{stem}_g", f"{stem}_v"}
+    return stem if name in pair and pair <= set(names) else ""
+
+
+def _leaves(node: Any) -> Iterator[Tensor | None]:
+    """The tensors that a graph begins with, each once; None for what a layer gave."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        if GIVEN in node.metadata:
+            yield None
+        if hasattr(node, "variable"):
+            yield node.variable
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        waiting += new
+
+
+def mark_given(out: Tensor) -> None:
+    """Marks what a layer gave, so that nothing made of it is taken for a computed weight."""
+    if out.grad_fn is not None:
+        metadata: Any = out.grad_fn.metadata
+        metadata[GIVEN] = True
 
 
 def _distinct(tensor: Tensor) -> bool:
@@ -200,7 +338,23 @@ def _term(found: Found, form: str, swapped: bool = False, groups: int = 1) -> di
     if block is None or (form == "lookup" and block[0] != "rows"):
         return {}
     view, at = block
+    if groups > 1 and view != "rows" and found.given is not found.parameter:
+        return {}
     return {found.book: Term(form, view, groups, at)}
+
+
+def outer_site(
+    find: Finder, found: Found, outputs: Sequence[int], inputs: Sequence[int]
+) -> Site | None:
+    """The site of a matrix product with a weight whose dimensions `outputs` count outputs."""
+    key = ("outer", place(found), tuple(outputs), tuple(inputs))
+
+    def build() -> Site:
+        block = found.block(outputs, inputs)
+        terms = {} if block is None else {found.book: Term("outer", block[0], at=block[1])}
+        return Site(found.label, terms)
+
+    return find.site(key, build)
 
 
 Function: TypeAlias = Callable[..., Any]
