@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 import dualform
 
-LR, STEPS = 0.05, 4
-
 Added = dict[tuple[Any, str], Tensor]
 """What each sample added to each parameter."""
 
 
-def attribution_holds(case: Structure, path: Path, reach: float = 1e-9) -> dualform.Audit:
+def attribution_holds(
+    case: Structure, path: Path, reach: float = 1e-9, lr: float = 0.05, steps: int = 4
+) -> dualform.Audit:
     """Records plain descent, and compares what `forget` takes away with gradients by sample."""
     model = case.make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     truth: Added = {}
     with dualform.record(model, optimizer, path) as recorder:
-        for step in range(STEPS):
+        for step in range(steps):
             x, ids = case.inputs(step), case.ids(step)
-            for key, change in _gradients(copy.deepcopy(model), case, x, ids).items():
-                truth[key] = truth[key] + change if key in truth else change
+            for key, gradient in _gradients(copy.deepcopy(model), case, x, ids).items():
+                truth[key] = truth.get(key, 0) - lr * gradient
             recorder.samples(ids)
             case.losses(model, x).mean().backward()
             optimizer.step()
@@ -37,7 +37,7 @@ def attribution_holds(case: Structure, path: Path, reach: float = 1e-9) -> dualf
 
 
 def _gradients(model: nn.Module, case: Structure, x: Any, ids: Sequence[Any]) -> Added:
-    """What each sample adds to each parameter in a step of plain descent."""
+    """The gradient of each sample's share of the loss, for each parameter."""
     losses = case.losses(model, x)
     losses, samples = losses / len(losses), list(dict.fromkeys(ids))
     if len(losses) == len(ids):
@@ -51,7 +51,7 @@ def _gradients(model: nn.Module, case: Structure, x: Any, ids: Sequence[Any]) ->
         found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
         for name, parameter, gradient in zip(names, parameters, found, strict=True):
             zero = torch.zeros_like(parameter)
-            added[sample, name] = -LR * (zero if gradient is None else gradient).cpu()
+            added[sample, name] = (zero if gradient is None else gradient).double().cpu()
     return added
 
 
@@ -69,7 +69,7 @@ def _compare(
             continue
         size = max(float(truth[sample, book.name].norm()) for sample in samples)
         for sample in samples:
-            added = now[book.name] - without[sample][book.name]
+            added = now[book.name].double() - without[sample][book.name].double()
             gap = float((added - truth[sample, book.name]).norm())
             assert gap <= reach * max(size, 1e-6), (book.name, sample, gap / max(size, 1e-30))
     return audit

@@ -68,6 +68,9 @@ OTHER_NAMES = {
     "DebertaV2": {"max_position_embeddings": 16, "relative_attention": True,
                   "pos_att_type": ["p2c", "c2p"], "position_buckets": 3},
     "Llama": {"num_key_value_heads": 1},
+    "Mixtral": {"num_key_value_heads": 1, "num_local_experts": 4},
+    "Qwen3Moe": {"num_key_value_heads": 1, "head_dim": 8, "num_experts": 4,
+                 "num_experts_per_tok": 2, "moe_intermediate_size": 8},
     "ViT": {"image_size": 16, "patch_size": 8},
     "Swin": {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2],
              "num_heads": [2, 2], "window_size": 2, "drop_path_rate": 0.0},
@@ -102,6 +105,28 @@ def test_models_of_transformers(name: str, tmp_path: Path) -> None:
     )
     audit = attribution_holds(case, tmp_path / "run", reach=1e-8)
     assert audit.coverage > 0.8
+
+
+MIXTURES = ["MixtralForCausalLM", "Qwen3MoeForCausalLM"]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_mixtures_of_experts(name: str, implementation: str, tmp_path: Path) -> None:
+    """A word's rows are in its experts' matrices, and belong to its text."""
+    precise = implementation != "grouped_mm"  # which does not take float64
+
+    def make() -> nn.Module:
+        model = configured(name)
+        model.set_experts_implementation(implementation)
+        return model.double() if precise else model
+
+    case = Structure(make, TEXT, words)
+    if precise:
+        audit = attribution_holds(case, tmp_path / "run", reach=1e-8)
+    else:  # one large step: small changes would be lost in the rounding of weights
+        audit = attribution_holds(case, tmp_path / "run", reach=1e-5, lr=2000.0, steps=1)
+    assert audit.coverage == 1
 
 
 def test_models_of_timm(tmp_path: Path) -> None:
