@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import ReadingError
 from dualform.ledger import Stream, Term
@@ -186,18 +187,26 @@ class Gradients:
     def _rows(self, queries: Sequence[int]) -> tuple[list[Part], dict[str, Tensor]]:
         """The rows of all queries, and the gradients of the sum of what is asked."""
         seen: list[tuple[Seen, Sequence[Tensor | None]]] = []
+        hooks: list[RemovableHandle | None] = []
 
         def take(use: Seen) -> None:
-            when_errors_come(use, lambda errors: seen.append((use, errors)))
+            hooks.append(when_errors_come(use, lambda errors: seen.append((use, errors))))
 
-        with _differentiable():
-            with Watching(self._find, kinds(), take):
-                output = self._asked.output(self._model, queries)
-            value = self._asked.asked_of(output, queries).sum()
-        self._find.recent.clear()
-        gradients = self._gradients(value, list(self._parameters))
-        rows = [rows for use, errors in seen for rows in use.rows(errors)]
-        return [p for r in rows for p in self._parts(r, len(queries))], gradients
+        try:
+            with _differentiable():
+                with Watching(self._find, kinds(), take):
+                    output = self._asked.output(self._model, queries)
+                value = self._asked.asked_of(output, queries).sum()
+            gradients = self._gradients(value, list(self._parameters))
+            rows = [rows for use, errors in seen for rows in use.rows(errors)]
+            return [p for r in rows for p in self._parts(r, len(queries))], gradients
+        finally:
+            # The graph's hooks hold what was seen, whose inputs' history is the graph: a circle
+            # that Python does not see, so that it has to be broken by hand.
+            for hook in filter(None, hooks):
+                hook.remove()
+            seen.clear()
+            self._find.recent.clear()
 
     def _gradients(self, value: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         if not value.requires_grad:
@@ -212,8 +221,9 @@ class Gradients:
 
     def _parts(self, rows: Rows, queries: int) -> Iterable[Part]:
         """A use's rows by query; none where no dimension counts queries."""
-        site, keys, values = rows.site, rows.keys, rows.values
-        assert values is not None
+        assert rows.values is not None
+        # A view of a tensor with a history would keep all of that history alive.
+        site, keys, values = rows.site, rows.keys.detach(), rows.values.detach()
         lead = tuple(keys.shape[: keys.ndim - site.key_dims])
         usual = self._asked.axis
         axis = arrangement(lead, queries, site.axis, site.key_dims > 0, usual)
