@@ -65,7 +65,7 @@ def test_matrices_that_do_not_fit(
     """Said before anything is scanned; what is advised fits."""
     made = known("SGD")
     run = dualform.open(made.run.path)
-    monkeypatch.setattr(Natural, "columns", lambda self: pytest.fail("scanned"))
+    monkeypatch.setattr(Natural, "columns", lambda self, books: pytest.fail("scanned"))
     monkeypatch.setattr(ridge, "free_memory", lambda: 500.0)
     wanted = r"the Gram matrix of a line of 6 needs 0.0 GB, and 0.0 GB are free; fewer.*: rank=16"
     with pytest.raises(ReadingError, match=wanted):

@@ -52,11 +52,11 @@ def ekfac(
 ) -> Tensor:
     """(groups, directions): `C (Λ + λ)⁻¹ g` in the eigenbases, λ in units of the book's mean Λ."""
     sizes: dict[str, float] = {}
-    for columns in matrix.columns():
+    for columns in matrix.columns(matrix.books):
         name, squares = columns.book.name, columns.values.square().sum(dtype=torch.float64)
         sizes[name] = sizes.get(name, 0.0) + float(squares) / matrix.groups / columns.book.size
     total: Tensor | None = None
-    for columns in matrix.columns():
+    for columns in matrix.columns(matrix.books):
         size = columns.values.square().mean(0) + damping * sizes[columns.book.name]
         part = columns.values @ (bases.turned(columns, directions) / size.clamp_min(1e-30)).T
         total = part.double().cpu() if total is None else total + part.double().cpu()
