@@ -59,9 +59,10 @@ class Contributions:
         books: Sequence[Book] | None = None,
         weighing: Weighing | None = None,
         turn: Turn | None = None,
-        memory: int = COLUMN_BYTES,
+        memory: int | None = None,
     ) -> None:
-        self._accounting, self._grouping, self._memory = accounting, grouping, memory
+        self._accounting, self._grouping = accounting, grouping
+        self._memory = COLUMN_BYTES if memory is None else memory
         self._turn, self._gathered = turn, Reused()
         self._replayed: tuple[str, list[Span]] = ("", [])
         self._weighed: dict[tuple[str, str], Tensor] = {}
@@ -129,9 +130,13 @@ class Contributions:
         yield from self.blocks([self.whole(book) for book in large])
 
     def is_large(self, book: Book) -> bool:
-        """Whether to make its columns takes more than one scan, but its groups can be cut."""
+        """Whether to make its columns takes more than one scan, but its groups can be cut.
+
+        With those of all books that are made of the same streams, for which it is one scan.
+        """
         cut = self._weighing is not None and self._grouping.by_visit
-        return cut and 4 * self.groups * book.size > self._memory
+        size = sum(b.size for b in self.books if b.terms.keys() == book.terms.keys())
+        return cut and 4 * self.groups * size > self._memory
 
     def whole(self, book: Book) -> Columns:
         """All of a book, to be filled."""
