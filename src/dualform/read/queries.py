@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dualform.errors import ModelMismatchError, ReadingError
 from dualform.ledger import Declaration, Ledger, Stream
 from dualform.ledger.samples import SampleId
+from dualform.read.axes import query_axis
 from dualform.read.questions import layer_output
 from dualform.read.scan import RowColumns, widen
 from dualform.record.layers import (
@@ -30,7 +31,6 @@ from dualform.record.layers import (
     sample_major,
     shared_labels,
     stream_name,
-    usual_axis,
 )
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
@@ -59,12 +59,13 @@ def ask(
         with torch.no_grad(), Watching(find, kinds(), uses.append):
             args, kwargs = arguments(x)
             model.eval()(*args, **kwargs)  # asking must neither be random nor change the model
+        usual = query_axis(model, x)
     finally:
         for hook in hooks:
             hook.remove()
         for module in training:
             module.training = True
-    given, usual = first_tensor(x), usual_axis(model)
+    given = first_tensor(x)
     samples = 0 if given is None else given.shape[min(usual, given.ndim - 1)]
     seen: dict[str, list[tuple[int, Tensor]]] = {}
     with torch.no_grad():
