@@ -15,6 +15,7 @@ from dualform.errors import ModelMismatchError, ReadingError
 from dualform.ledger import Declaration, Ledger, Stream
 from dualform.ledger.samples import SampleId
 from dualform.read.axes import query_axis
+from dualform.read.beside import Beside, OutputWatching, beside_rows
 from dualform.read.questions import layer_output
 from dualform.read.scan import RowColumns, widen
 from dualform.record.layers import (
@@ -22,7 +23,6 @@ from dualform.record.layers import (
     Rows,
     Seen,
     Site,
-    Watching,
     arrangement,
     expand,
     first_tensor,
@@ -45,18 +45,39 @@ class LayerQueries:
     """(queries, width of the keys)."""
     outputs: Tensor
     """(queries, width of the values)."""
+    beside: Beside
+    """What of them is due to parameters that left no rows."""
+
+    def only(self, chosen: Sequence[int]) -> LayerQueries:
+        """Some of them."""
+        at, names = torch.tensor(chosen, dtype=torch.long), [self.names[q] for q in chosen]
+        return LayerQueries(names, self.inputs[at], self.outputs[at], self.beside[at])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a layer: how many samples it saw, its rows, and what it gave beside them."""
+
+    samples: int
+    inputs: Tensor
+    beside: Beside
 
 
 def ask(
     model: nn.Module, x: Any, ledger: Ledger, weights: Mapping[str, Tensor]
 ) -> dict[str, LayerQueries]:
     """Runs the model on `x` in evaluation mode; keeps what each recorded layer sees."""
-    uses: list[Seen] = []
-    find = Finder(dict(model.named_parameters()), frozen=True)
+    uses: list[tuple[Seen, Tensor | None]] = []
+    parameters = dict(model.named_parameters())
+    find = Finder(parameters, frozen=True)
+
+    def take(use: Seen, output: Tensor | None) -> None:
+        uses.append((use, output))
+
     training = [module for module in model.modules() if module.training]
     hooks = [*shared_labels(model, find), *packing_order(model, find)]
     try:
-        with torch.no_grad(), Watching(find, kinds(), uses.append):
+        with torch.no_grad(), OutputWatching(find, kinds(), take):
             args, kwargs = arguments(x)
             model.eval()(*args, **kwargs)  # asking must neither be random nor change the model
         usual = query_axis(model, x)
@@ -67,13 +88,13 @@ def ask(
             module.training = True
     given = first_tensor(x)
     samples = 0 if given is None else given.shape[min(usual, given.ndim - 1)]
-    seen: dict[str, list[tuple[int, Tensor]]] = {}
+    seen: dict[str, list[Call]] = {}
     with torch.no_grad():
-        for rows in (rows for use in uses for rows in use.rows(None)):
+        for rows, output in ((rows, out) for use, out in uses for rows in use.rows(None)):
             stream = _stream_of(rows, ledger)
             if stream is not None:
-                count, records = _records(rows, stream, samples, usual)
-                seen.setdefault(stream.name, []).append((count, expand(stream, records, None)[0]))
+                made = _call(rows, output, stream, samples, usual, parameters, ledger)
+                seen.setdefault(stream.name, []).append(made)
     return {name: _queries(ledger, name, calls, weights) for name, calls in seen.items()}
 
 
@@ -89,9 +110,12 @@ def _stream_of(rows: Rows, ledger: Ledger) -> Stream | None:
         stream = declared.stream
         same = stream.name == base or stream.name.startswith((f"{base}[", f"{base}@"))
         if same and _fits(declared, site):
-            if stream.keys == shape or not stream.layout:
+            if stream.keys == shape:
                 return stream
-            found = found or replace(stream, keys=shape)
+            if stream.layout:
+                found = found or replace(stream, keys=shape)
+            elif not math.prod(stream.keys):  # an offset: its keys do not matter
+                found = found or stream
     return found
 
 
@@ -102,16 +126,35 @@ def _fits(declared: Declaration, site: Site) -> bool:
     )
 
 
-def _records(rows: Rows, stream: Stream, samples: int, usual: int) -> tuple[int, Tensor]:
-    """How many samples there are, and the records, sample by sample."""
-    keys, dims = rows.keys.detach().cpu(), rows.site.key_dims
-    lead = keys.shape[: keys.ndim - dims]
-    axis = arrangement(lead, samples, rows.site.axis, dims > 0, usual)
+def _call(
+    rows: Rows,
+    output: Tensor | None,
+    stream: Stream,
+    samples: int,
+    usual: int,
+    parameters: Mapping[str, Tensor],
+    ledger: Ledger,
+) -> Call:
+    """A use as queries, sample by sample."""
+    site, keys = rows.site, rows.keys.detach().cpu()
+    lead = keys.shape[: keys.ndim - site.key_dims]
+    axis = arrangement(lead, samples, site.axis, site.key_dims > 0, usual)
     if axis is None:  # no dimension counts samples: each entry of the first stands for itself
         samples, axis = lead[0] if lead else 1, 0
+    records = sample_major(keys[None], samples, axis, site.key_dims)
+    given = None
+    if output is not None:
+        shape = tuple(output.shape[output.ndim - site.value_dims :])
+        wide = output.cpu().reshape(*lead, *shape)
+        given = sample_major(wide[None], samples, axis, site.value_dims)
+        stream = replace(stream, values=shape)  # an image may be of another size today
+    inputs, outputs = expand(stream, records, given)
+    width = stream.values[0] if stream.layout else math.prod(stream.values)
+    recorded = ledger.info.terms_of(stream.name)
+    beside = beside_rows(rows, recorded, inputs, outputs, parameters, ledger, width)
     if not math.prod(stream.keys):  # recorded as an offset: the weight was frozen then
-        return samples, keys.new_zeros(math.prod(lead), 0)
-    return samples, sample_major(keys[None], samples, axis, dims)
+        inputs = inputs[:, :0]
+    return Call(samples, inputs, beside)
 
 
 def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -133,23 +176,26 @@ def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _queries(
     ledger: Ledger,
     name: str,
-    calls: list[tuple[int, Tensor]],
+    calls: Sequence[Call],
     weights: Mapping[str, Tensor],
 ) -> LayerQueries:
     """All rows of all calls; named by sample, and by position and call where there are several."""
     names: list[str] = []
-    for call, (count, rows) in enumerate(calls):
-        suffix = f" (call {call + 1})" if len(calls) > 1 else ""
-        places = len(rows) // max(1, count)
+    for number, call in enumerate(calls):
+        suffix = f" (call {number + 1})" if len(calls) > 1 else ""
+        places = len(call.inputs) // max(1, call.samples)
         names += [
             (f"{sample}[{at}]" if places > 1 else f"{sample}") + suffix
-            for sample in range(count)
+            for sample in range(call.samples)
             for at in range(places)
         ]
-    inputs = torch.cat([rows for _, rows in calls])
-    info = ledger.info
-    outputs = layer_output(info.stream(name), info.terms_of(name), weights, inputs)
-    return LayerQueries(names, inputs, outputs)
+    inputs, info = torch.cat([call.inputs for call in calls]), ledger.info
+    beside = Beside(
+        torch.cat([call.beside.initial for call in calls]),
+        torch.cat([call.beside.by_step for call in calls]),
+    )
+    by_row = layer_output(info.stream(name), info.terms_of(name), weights, inputs)
+    return LayerQueries(names, inputs, by_row + beside.total, beside)
 
 
 def last_seen(
@@ -170,7 +216,8 @@ def last_seen(
             for at in range(len(keys))
         ]
         outputs = layer_output(stream, ledger.info.terms_of(stream.name), weights, inputs)
-        found[stream.name] = LayerQueries(labels, inputs, outputs)
+        nothing = Beside.nothing(*outputs.shape)  # as far as the run knows
+        found[stream.name] = LayerQueries(labels, inputs, outputs, nothing)
     return found
 
 

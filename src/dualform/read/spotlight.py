@@ -123,10 +123,9 @@ class Reading(Shown):
 
     def only(self, queries: Sequence[int]) -> Reading:
         """The same reading of some queries: of one token or patch, where an input has several."""
-        at, all_of_them = torch.tensor(queries), self.queries
-        names, asked = ([listed[q] for q in queries] for listed in (all_of_them.names, self.asked))
-        kept = LayerQueries(names, all_of_them.inputs[at], all_of_them.outputs[at])
-        return Reading(self.layer, kept, self.directions[at], asked, self.source)
+        asked = [self.asked[query] for query in queries]
+        directions = self.directions[torch.tensor(queries)]
+        return Reading(self.layer, self.queries.only(queries), directions, asked, self.source)
 
     def keys_only(self) -> Scores:
         """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""
@@ -187,9 +186,11 @@ class Reading(Shown):
     def checked(self, evidence: Array) -> Check:
         """The check, where the sum of all contributions is known already: no scan."""
         accounting = self.source.accounting
-        initial = self._applied(lambda book: initial_part(accounting, book))
-        steps = self._applied(lambda book: step_part(accounting, book))
+        before, since = self.queries.beside.initial, self.queries.beside.by_step
+        initial = self._applied(lambda book: initial_part(accounting, book)) + self._along(before)
+        steps = self._applied(lambda book: step_part(accounting, book)) + self._along(since)
         total = self._applied(lambda book: self.source.weights[book.name].double())
+        total = total + self._along(before + since)
         return Check(initial, evidence, steps, total - initial - steps - evidence, total)
 
     def __rich__(self) -> Group:
@@ -253,6 +254,11 @@ class Reading(Shown):
         """(queries,): a part of the layer's parameters, applied to the queries."""
         applied: Array = self._rows.applied(part).numpy()
         return applied
+
+    def _along(self, outputs: Tensor) -> Array:
+        """(queries,): the outputs that are asked about."""
+        along: Array = (self.directions * outputs).sum(1).numpy()
+        return along
 
     def _scores(self, values: Array, title: str) -> Scores:
         source = self.source
