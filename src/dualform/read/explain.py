@@ -98,8 +98,8 @@ class Explanation(Scores):
     >>> explanation = run.explain(model, x[:2], target=1)
     >>> explanation.values.shape, bool(explanation.completeness.max() < 1e-3)
     ((8, 2), True)
-    >>> parts = explanation.initial + explanation.values.sum(0) + explanation.remainder
-    >>> bool(abs(parts - explanation.total).max() < 1e-6)
+    >>> parts = explanation.initial + explanation.values.sum(0) + explanation.booked_by_step
+    >>> bool(abs(parts + explanation.remainder - explanation.total).max() < 1e-6)
     True
     >>> explanation.by_layer.ids
     ['0', '2']
@@ -115,6 +115,11 @@ class Explanation(Scores):
     def initial(self) -> Array:
         """(queries,): the target before training, and what became of the first weights."""
         return self._parts.initial
+
+    @property
+    def booked_by_step(self) -> Array:
+        """(queries,): the share of changes that were booked by step, of no sample."""
+        return self._parts.steps
 
     @property
     def remainder(self) -> Array:

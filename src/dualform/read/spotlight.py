@@ -80,8 +80,9 @@ class Reading(Shown):
     >>> reading = run.spotlight(model, x[:2], output=1)["2"]
     >>> reading.samples().values.shape
     (8, 2)
-    >>> parts = reading.initial + reading.samples().values.sum(0) + reading.remainder
-    >>> bool(abs(parts - model(x[:2])[:, 1].detach().numpy()).max() < 1e-6)
+    >>> parts = reading.initial + reading.samples().values.sum(0) + reading.booked_by_step
+    >>> output = model(x[:2])[:, 1].detach().numpy()
+    >>> bool(abs(parts + reading.remainder - output).max() < 1e-6)
     True
     """
 
@@ -165,8 +166,16 @@ class Reading(Shown):
 
     @property
     def initial(self) -> Array:
-        """(queries,): the share of the weights training started from."""
+        """(queries,): the share of the weights training started from, frozen ones among them."""
         return self.check.initial
+
+    @property
+    def booked_by_step(self) -> Array:
+        """(queries,): the share of what was booked by step, of no sample.
+
+        A weight that is computed from such parameters is part of it as a whole.
+        """
+        return self.check.steps
 
     @property
     def remainder(self) -> Array:
