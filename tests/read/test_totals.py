@@ -140,3 +140,15 @@ def test_images_of_another_size(tmp_path: Path) -> None:
     train(model, made, x, torch.randn(8, 2).double(), Loop(steps=4, batch=4), tmp_path / "run")
     run = dualform.open(tmp_path / "run")
     assert assert_totals(run, model, torch.randn(2, 2, 9, 7).double()) == 2
+
+
+def test_of_a_training_sample_only_the_recorded_offset_is_known(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(8, 4)
+    model[2].weight.requires_grad_(False)
+    made = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    train(model, made, x, torch.randn(8, 2), Loop(steps=4, batch=4), tmp_path / "run")
+    found = dualform.open(tmp_path / "run").revisit([0], output=1)
+    assert "layer 2: what its recorded offset adds" in str(found["2"])
+    assert "layer 0: its output" in str(found["0"])
+    assert found["2"].total == pytest.approx(model[2].bias[1].item())

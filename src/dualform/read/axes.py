@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from dualform.record.layers import first_tensor, usual_axis
 
+FEW, MOST = 4, 128
+"""How many entries are tried along the dimension in question, and along the other."""
+
 
 def query_axis(model: nn.Module, x: Any) -> int:
     """The dimension of x along which the model can be asked piece by piece: 0 or 1.
@@ -61,16 +64,22 @@ def _stands_alone(model: nn.Module, x: Any, axis: int) -> bool:
 
     The last, since the first step of a sequence does not depend on those that follow.
     """
+    x = _last_of(_last_of(x, 1 - axis, MOST), axis, FEW)
+    given = first_tensor(x)
+    assert given is not None
+    try:
+        together, alone = (_tensors(call(model, part)) for part in (x, _last_of(x, axis, 1)))
+    except Exception:  # whatever a model says to an input that it was not made for
+        return False
+    return bool(together and alone) and _is_last(together[0], alone[0], given.shape[axis])
+
+
+def _last_of(x: Any, axis: int, most: int) -> Any:
+    """The last entries along a dimension, so many at most."""
     given = first_tensor(x)
     assert given is not None
     count = given.shape[axis]
-    together = _tensors(call(model, x))
-    try:
-        alone = _tensors(call(model, select(x, axis, count, torch.tensor([count - 1]))))
-    except Exception:  # whatever a model says to an input that it was not made for
-        return False
-    pairs = list(zip(together, alone, strict=False))
-    return bool(pairs) and all(_is_last(*pair, count) for pair in pairs[:1])
+    return x if count <= most else select(x, axis, count, torch.arange(count - most, count))
 
 
 def _tensors(output: Any) -> list[Tensor]:

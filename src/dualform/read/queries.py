@@ -47,11 +47,14 @@ class LayerQueries:
     """(queries, width of the values)."""
     beside: Beside
     """What of them is due to parameters that left no rows."""
+    complete: bool = True
+    """Whether that is known: of a training sample, an offset's input was not recorded."""
 
     def only(self, chosen: Sequence[int]) -> LayerQueries:
         """Some of them."""
         at, names = torch.tensor(chosen, dtype=torch.long), [self.names[q] for q in chosen]
-        return LayerQueries(names, self.inputs[at], self.outputs[at], self.beside[at])
+        kept = (self.inputs[at], self.outputs[at], self.beside[at])
+        return LayerQueries(names, *kept, self.complete)
 
 
 @dataclass(frozen=True)
@@ -215,9 +218,11 @@ def last_seen(
             for name, keys in zip(names, rows, strict=True)
             for at in range(len(keys))
         ]
-        outputs = layer_output(stream, ledger.info.terms_of(stream.name), weights, inputs)
+        terms = ledger.info.terms_of(stream.name)
+        outputs = layer_output(stream, terms, weights, inputs)
         nothing = Beside.nothing(*outputs.shape)  # as far as the run knows
-        found[stream.name] = LayerQueries(labels, inputs, outputs, nothing)
+        complete = any(term.form != "sum" for term in terms.values())
+        found[stream.name] = LayerQueries(labels, inputs, outputs, nothing, complete)
     return found
 
 

@@ -184,7 +184,11 @@ class Reading(Shown):
 
     @property
     def total(self) -> Array:
-        """(queries,): the layer's output, in float64."""
+        """(queries,): the layer's output, in float64.
+
+        Of a training sample (`revisit`) in a layer of which only an offset left rows, that offset:
+        what else the layer gave is not recorded.
+        """
         return self.check.total
 
     @cached_property
@@ -209,7 +213,8 @@ class Reading(Shown):
             lines = self.check.lines(at)
             table.add_row(Text(name), *(signed(lines[part]) for part in shown))
         note = f"12 of {len(self.names)} queries shown" if len(self.names) > 12 else ""
-        return framed(f"layer {self.layer}: its output, and what it is made of", table, note)
+        what = "its output" if self.queries.complete else "what its recorded offset adds"
+        return framed(f"layer {self.layer}: {what}, and what it is made of", table, note)
 
     @cached_property
     def _rows(self) -> LayerRows:
