@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.ledger import WIDTH, make_blocks, write_ledger
 from benchmarks.timing import compare
 from dualform.read import open_run
+from dualform.read.beside import Beside
 from dualform.read.queries import LayerQueries
 from dualform.read.spotlight import Reading
 
@@ -51,7 +52,9 @@ def main() -> None:
         queries = torch.randn(QUERIES, WIDTH)
         units = torch.arange(QUERIES) % WIDTH
         directions = torch.nn.functional.one_hot(units, WIDTH).double()
-        asked = LayerQueries([str(i) for i in range(QUERIES)], queries, torch.zeros(QUERIES, WIDTH))
+        nothing = Beside.nothing(QUERIES, WIDTH)
+        names = [str(i) for i in range(QUERIES)]
+        asked = LayerQueries(names, queries, torch.zeros(QUERIES, WIDTH), nothing)
         reading = Reading("fc", asked, directions, [""] * QUERIES, run.source)
         keys = torch.cat([block.arrays["fc/keys"][0] for block in blocks]).to(options.device)
         values = torch.cat([block.arrays["fc/values"][0] for block in blocks]).to(options.device)

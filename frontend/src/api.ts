@@ -142,6 +142,7 @@ export interface LayerShares {
   output: number
   shares: { layer: string; value: number }[]
   initial: number
+  by_step: number
   remainder: number
   total: number
 }
@@ -187,7 +188,14 @@ export interface Forgotten {
   note: string
   before: Output[]
   after: Output[]
-  asked: { output: number; before: number; after: number; retrained: number | null }
+  /** after: an account, as the note says; retrained: an estimate, if it was asked for. */
+  asked: {
+    output: number
+    before: number
+    after: number
+    retrained: number | null
+    estimate: string
+  }
 }
 
 export interface Book {

@@ -213,6 +213,8 @@ def test_forgetting_samples(visit: Visit, explorer: Explorer) -> None:
     if visit.at("estimate").count():
         visit.at("estimate").click()
     eventually(lambda: visit.value("retrained"), expected["retrained"])
+    expect(visit.at("kind")).to_contain_text("An account of this layer alone")
+    expect(visit.at("kind")).to_contain_text("An estimate of what training without these samples")
     visit.at("untick").click()
     expect(visit.at("tray")).to_have_count(0)
 

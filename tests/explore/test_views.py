@@ -5,18 +5,19 @@ from __future__ import annotations
 import base64
 import csv
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from dualform.errors import DualformError, ModelMismatchError, ReadingError
 from dualform.explore import Exhibit, Explorer, Query
 from dualform.explore.encoding import Pixels
 from dualform.explore.views import Json
+from dualform.read.removal import ACCOUNT, ESTIMATE, LAYER_ACCOUNT
 
 
 @pytest.fixture(params=["digits", "patches", "words"])
@@ -174,19 +175,59 @@ def test_groups_of_any_column(digits: Exhibit) -> None:
         explorer.view("answer", {"query": "3", "by": "color"})
 
 
-def test_forgetting_is_what_the_model_says_without_the_rows(explorer: Explorer) -> None:
+@pytest.mark.parametrize("ask", ["network", "removed"])
+def test_without_some_samples_there_is_one_account_and_one_estimate(
+    ask: str, explorer: Explorer
+) -> None:
+    """The headline, its table and Python say the same, whichever question the page shows."""
     exhibit, run = explorer.exhibit, explorer.run
-    asked = {"query": "0", "id": ["3", "5"], "estimate": "1"}
+    asked = {"query": "0", "ask": ask, "id": ["3", "5"], "estimate": "1"}
     found = explorer.view("forget", asked)
-    weights = dict(run.forget([3, 5]))
-    with torch.no_grad():
-        outputs = functional_call(exhibit.model, weights, (exhibit.subject("0").x,))[0]
-    np.testing.assert_allclose([o["value"] for o in found["after"]], outputs.numpy(), atol=1e-6)
-    amounts = every(explorer, query="0")
+    removal = run.without([3, 5], exhibit.model, exhibit.subject("0").x)
+    assert found["asked"]["before"] == pytest.approx(removal.before[0], abs=1e-5)
+    assert found["asked"]["after"] == pytest.approx(removal.accounted[0], abs=1e-5)
+    assert found["asked"]["retrained"] == pytest.approx(removal.predicted[0], abs=1e-5)
+    after = {one["output"]: one["value"] for one in found["after"]}
+    assert after[found["asked"]["output"]] == found["asked"]["after"]
+    amounts = every(explorer, query="0", ask="network")
     change = found["asked"]["before"] - found["asked"]["after"]
     assert change == pytest.approx(amounts[3] + amounts[5])
-    removal = run.without([3, 5], exhibit.model, exhibit.subject("0").x)
-    assert found["asked"]["retrained"] == pytest.approx(removal.predicted[0], abs=1e-5)
+    assert found["note"] == ACCOUNT
+    assert found["asked"]["estimate"] == ESTIMATE
+
+
+@pytest.mark.parametrize("ask", ["layer", "keys"])
+def test_a_layer_without_some_samples(ask: str, explorer: Explorer) -> None:
+    """All outputs of the layer, less what they added to it; what it adds up to beforehand."""
+    asked = {"query": "0", "ask": ask, "id": ["3", "5"], "estimate": "1"}
+    found = explorer.view("forget", asked)
+    answer, amounts = explorer.view("answer", {"query": "0"}), every(explorer, query="0")
+    assert found["asked"]["before"] == pytest.approx(answer["check"]["total"], abs=1e-5)
+    assert found["asked"]["after"] == pytest.approx(
+        found["asked"]["before"] - amounts[3] - amounts[5], abs=1e-5
+    )
+    for one in found["after"]:
+        other = {"query": "0", "output": str(one["output"]), "id": ["3", "5"]}
+        alone = explorer.view("forget", other)["asked"]["after"]
+        assert one["value"] == pytest.approx(alone, abs=1e-5)
+    assert found["note"] == LAYER_ACCOUNT
+
+
+def test_no_estimate_of_what_is_no_output_of_the_model(digits: Exhibit) -> None:
+    asked = {"query": "0", "layer": "0", "output": "3", "id": "3", "estimate": "1"}
+    assert Explorer(digits).view("forget", asked)["asked"]["retrained"] is None
+
+
+def test_a_report_says_the_same_of_what_is_without_some_samples() -> None:
+    carried = Path("frontend/src/source/carried.ts").read_text()
+    assert all(f'"{sentence}"' in carried for sentence in (ACCOUNT, LAYER_ACCOUNT, ESTIMATE))
+
+
+def test_the_shares_of_layers_add_up(explorer: Explorer) -> None:
+    found = explorer.view("layers", {"query": "0"})
+    parts = [found[name] for name in ("initial", "by_step", "remainder")]
+    total = sum(share["value"] for share in found["shares"]) + sum(parts)
+    assert total == pytest.approx(found["total"], abs=1e-6)
 
 
 def test_a_training_sample_needs_no_model(digits: Exhibit) -> None:

@@ -215,7 +215,7 @@ def assert_row_by_row(made: Any) -> None:
     directions = {
         book.name: torch.randn(2, *book.shape, generator=generator) for book in made.run.info.books
     }
-    rows = row_sums(source, directions, grouping)
+    rows = row_sums(source.accounting, directions, grouping)
     matrix = times(Contributions(source.accounting, grouping), directions)
     assert rows.keys() == matrix.keys()
     for name, found in rows.items():

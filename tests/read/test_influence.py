@@ -219,7 +219,13 @@ def test_a_line_through_either_side() -> None:
         book = SimpleNamespace(name="w", shape=(1, shape[1]))
         term = Term("outer", "rows")
         columns = Columns(book, term, Region.whole(1, shape[1]), C)
-        matrix = SimpleNamespace(groups=shape[0], columns=lambda columns=columns: [columns])
+        matrix = SimpleNamespace(
+            groups=shape[0],
+            books=[book],
+            whole=lambda _, columns=columns: columns,
+            is_large=lambda _: False,
+            columns=lambda _, columns=columns: [columns],
+        )
         found = ridge.Lines(None).solve(matrix, {"w": g[:, None]}, 3.0)
         assert_close(found, solved(C.double(), g.double(), 3.0), 1e-5)
 

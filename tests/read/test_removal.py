@@ -1,25 +1,31 @@
-"""A prediction without some samples: forgotten, and as if they had never been there."""
+"""A prediction without some samples: an account of them, and an estimate of retraining."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from torch.func import functional_call
 
 from dualform.errors import UnknownSampleError
 from dualform.testing import tiny_run
 
 
 def test_both_answers_are_what_their_reads_say() -> None:
+    """The account is the target less what `explain` says they added; each sample counts once."""
     run, model, x = tiny_run()
-    removal = run.without([2, 5], model, x[:3], target=1)
-    forgotten = functional_call(model, run.forget([2, 5]), (x[:3],))[:, 1]
-    influence = run.influence(model, x[:3], target=1)
-    lost = influence.values[[influence.ids.index(2), influence.ids.index(5)]].sum(0)
+    removal = run.without([2, 5, 2], model, x[:3], target=1)
+    explanation, influence = (ask(model, x[:3], target=1) for ask in (run.explain, run.influence))
     np.testing.assert_allclose(removal.before, model(x[:3])[:, 1].detach(), rtol=1e-5)
-    np.testing.assert_allclose(removal.forgotten, forgotten.detach(), rtol=1e-5)
-    np.testing.assert_allclose(removal.predicted, removal.before - lost, rtol=1e-10)
+    for found, scores in ((removal.accounted, explanation), (removal.predicted, influence)):
+        lost = scores.values[[scores.ids.index(2), scores.ids.index(5)]].sum(0)
+        np.testing.assert_allclose(found, removal.before - lost, rtol=1e-10)
+
+
+def test_without_everybody_the_account_is_what_was_there_before() -> None:
+    run, model, x = tiny_run()
+    removal, explanation = run.without(run.ids, model, x[:2]), run.explain(model, x[:2])
+    left = explanation.initial + explanation.booked_by_step + explanation.remainder
+    np.testing.assert_allclose(removal.accounted, left, atol=1e-12)
 
 
 def test_ids_may_come_as_a_tensor() -> None:
@@ -33,15 +39,17 @@ def test_ids_may_come_as_a_tensor() -> None:
 def test_without_nobody_nothing_changes() -> None:
     run, model, x = tiny_run()
     removal = run.without([], model, x[:2])
-    np.testing.assert_allclose(removal.forgotten, removal.before, rtol=1e-5)
+    np.testing.assert_array_equal(removal.accounted, removal.before)
     np.testing.assert_array_equal(removal.predicted, removal.before)
 
 
 def test_it_prints_what_each_column_means_and_converts() -> None:
     run, model, x = tiny_run()
     removal = run.without([0], model, x[:2], target=[0, 2])
-    assert "nothing is trained again" in str(removal)
-    assert "an estimate of what training without them" in str(removal)
+    shown = " ".join(str(removal).split())
+    assert "accounted: an account: the model's output less what these samples added" in shown
+    assert "nothing is trained again" in shown
+    assert "predicted: an estimate of what training without these samples" in shown
     assert list(removal.to_pandas().index) == ["0: output 0", "1: output 2"]
 
 

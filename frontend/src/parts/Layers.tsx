@@ -70,5 +70,8 @@ function explained({ value, failed }: Loaded<LayerShares>): string {
   const enter = "Choose a layer to look inside it."
   if (failed !== null) return `${failed} ${enter}`
   if (!value) return enter
-  return `What the training of each layer adds to output ${value.output} of the whole network. ${enter}`
+  const byStep = value.by_step
+    ? ` Parameters that were booked by step add ${value.by_step.toPrecision(3)}.`
+    : ""
+  return `What the training of each layer adds to output ${value.output} of the whole network.${byStep} ${enter}`
 }

@@ -27,7 +27,8 @@ export function Tray() {
           {loaded.value && <Change forgotten={loaded.value} />}
         </p>
         <Waiting of={loaded} doing="Taking the ticked samples away" />
-        {loaded.value && <Others forgotten={loaded.value} />}
+        {loaded.value && <Kind forgotten={loaded.value} />}
+        {loaded.value && loaded.value.after.length > 1 && <Others forgotten={loaded.value} />}
         <p class="links">
           {loaded.value?.asked.retrained === null && run.questions.some(canEstimate) && (
             <button
@@ -78,12 +79,23 @@ function Change({ forgotten }: { forgotten: Forgotten }) {
       <Amount plain value={after} scale={scale} testid="after" />
       {retrained !== null && (
         <>
-          ; retraining without them would give about{" "}
+          ; by an estimate, training without them would give about{" "}
           <Amount plain value={retrained} scale={scale} testid="retrained" />
         </>
       )}
       .
     </span>
+  )
+}
+
+/** Whether the numbers are an account or an estimate. */
+function Kind({ forgotten }: { forgotten: Forgotten }) {
+  const { retrained, estimate } = forgotten.asked
+  return (
+    <p class="small" data-testid="kind">
+      {forgotten.note}
+      {retrained !== null && ` ${estimate}`}
+    </p>
   )
 }
 
@@ -124,7 +136,6 @@ function Others({ forgotten }: { forgotten: Forgotten }) {
           ))}
         </tbody>
       </table>
-      <p class="small">{forgotten.note}</p>
     </details>
   )
 }

@@ -26,6 +26,13 @@ type Kept = Answer & { cells: string | null }
 type Getters = { [P in Path]: (params: Params) => Answers[P] }
 
 const SHOWN = 12
+// What numbers without some samples are; the server says the same.
+const ACCOUNT =
+  "An account: the model's output less what these samples added to it through all layers; nothing is trained again."
+const LAYER_ACCOUNT =
+  "An account of this layer alone: its output less what these samples added to its parameters; its input stays as it is, and nothing is trained again."
+const ESTIMATE =
+  "An estimate of what training without these samples would have led to; not an account."
 const LIVE = "`dualform view` on the run answers everything."
 
 export class CarriedSource implements Source {
@@ -141,27 +148,37 @@ export class CarriedSource implements Source {
     }
   }
 
-  /** Linear in the ticked samples: outputs less their amounts, for the outputs that are carried. */
+  /** An account: outputs less the ticked samples' amounts, for the outputs that are carried. */
   private forget(params: Params): Forgotten {
     const ids = Array.isArray(params.id) ? params.id : [params.id ?? ""]
-    const answer = this.kept(params)
-    const before = answer.outputs.slice().sort((a, b) => a.output - b.output)
-    const after = before.map(({ output, value }) => ({
-      output,
-      value: value - (this.removed({ ...params, output }, ids) ?? 0),
-    }))
-    const value = valueOf(before, answer.output)
-    const retrained = this.removed({ ...params, ask: "removed", layer: null }, ids)
+    const { ask, layer, output, outputs } = this.kept(params)
+    const ofLayer = ask === "layer" || ask === "keys"
+    const account: Params = ofLayer
+      ? { ...params, ask: "layer" }
+      : { ...params, ask: "network", layer: null }
+    const left = (of: number) => this.removed({ ...account, output: of }, ids)
+    const before = outputs.filter((one) => left(one.output) !== null)
+    before.sort((a, b) => a.output - b.output)
+    const after = before.map((one) => ({ ...one, value: one.value - (left(one.output) ?? 0) }))
+    if (left(output) === null) {
+      throw new Refusal(`This report does not carry the account of output ${output}. ${LIVE}`)
+    }
+    const value = valueOf(before, output)
+    const ofModel = !ofLayer || layer === this.layerOf("layer")
+    const retrained = ofModel
+      ? this.removed({ ...params, ask: "removed", layer: null, output }, ids)
+      : null
     return {
       ids: ids.map((id) => this.carried.ids[this.row(id)] ?? String(id)),
-      note: "The outputs less the ticked samples' amounts, as far as this report carries them.",
+      note: ofLayer ? LAYER_ACCOUNT : ACCOUNT,
       before,
       after,
       asked: {
-        output: answer.output,
+        output,
         before: value,
-        after: valueOf(after, answer.output),
+        after: valueOf(after, output),
         retrained: retrained === null ? null : value - retrained,
+        estimate: ESTIMATE,
       },
     }
   }

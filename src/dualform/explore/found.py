@@ -156,29 +156,29 @@ class Reader:
         one_each = reading.only(chosen.tolist())
         return one_each.samples().values, one_each.directions.argmax(1).numpy()
 
-    def without(self, found: Found, ids: Sequence[SampleId]) -> tuple[Array, Array]:
-        """All outputs, as they are and with these samples' rows taken out of the weights.
-
-        The model's outputs; of a query without input, those of the layer that was asked.
-        """
-        subject = self.exhibit.subject(found.question.query)
-        if subject.x is None or self.exhibit.model is None:
-            return found.outputs, self._layer_without(subject, found, ids)
-        own = dict(self.exhibit.model.named_parameters())
-        kept = self.exhibit.run.forget(ids)
-        weights = {name: weight.to(own[name]) for name, weight in kept.items() if name in own}
-        place = -1 if found.question.ask in ("layer", "keys") else found.question.place or 0
-        before, after = (self.exhibit.outputs(subject.x, w)[place] for w in (None, weights))
-        return before.numpy(), after.numpy()
-
-    def _layer_without(self, subject: Subject, found: Found, ids: Sequence[SampleId]) -> Array:
-        """The outputs of a layer whose weights have lost these samples' rows."""
-        reading, _, _ = self.reading(subject, found.question)
+    def layer_without(self, found: Found, ids: Sequence[SampleId]) -> Array:
+        """(outputs,): all outputs of a layer, less what these samples added to its parameters."""
+        reading, _, _ = self.reading(self.exhibit.subject(found.question.query), found.question)
         info, layer = reading.source.ledger.info, reading.layer
-        weights, inputs = self.exhibit.run.forget(ids), reading.queries.inputs
-        left = layer_output(info.stream(layer), info.terms_of(layer), weights, inputs)
-        outputs: Array = left[0].numpy()
-        return outputs
+        stream, terms, inputs = info.stream(layer), info.terms_of(layer), reading.queries.inputs
+        with_them, without = (
+            layer_output(stream, terms, weights, inputs)[0].numpy()
+            for weights in (reading.source.weights, self.exhibit.run.forget(ids))
+        )
+        left: Array = found.outputs - (with_them - without)
+        return left
+
+    def gives_output(self, found: Found) -> bool:
+        """Whether what was asked of a layer is the model's own output."""
+        subject = self.exhibit.subject(found.question.query)
+        if found.question.ask in ("network", "removed"):
+            return True
+        if subject.x is None or self.exhibit.model is None:
+            return False
+        own = self.exhibit.outputs(subject.x)[-1].numpy()
+        return own.shape == found.outputs.shape and bool(
+            np.allclose(own, found.outputs, 1e-4, 1e-5)
+        )
 
     def _spotlight(self, subject: Subject, output: int | None) -> Any:
         run, model = self.exhibit.run, self.exhibit.model

@@ -23,8 +23,9 @@ from dualform.explore.found import Found, Question, Reader
 from dualform.explore.given import Given
 from dualform.explore.kept import Kept
 from dualform.explore.pictures import picture, shorten
-from dualform.explore.sums import SHOWN, group, largest, numbered, ranked, strongest
+from dualform.explore.sums import SHOWN, group, largest, ranked, strongest
 from dualform.ledger.samples import SampleId
+from dualform.read.removal import ACCOUNT, ESTIMATE, LAYER_ACCOUNT, less
 from dualform.read.scan import places
 from dualform.read.scores import Array
 from dualform.read.suspicion import RowErrors, row_errors
@@ -36,10 +37,6 @@ MOST_EFFECTS = 256
 MOST_LISTED = 500
 MOST_FORGOTTEN = 10_000
 MOST_HIGHLIGHTED = 100
-FORGOTTEN = (
-    "Their contributions are taken out of the weights, and nothing is trained again; the estimate "
-    "says what training without them would have led to."
-)
 
 
 class Explorer:
@@ -166,7 +163,7 @@ class Explorer:
         assert found.shares is not None
         assert found.check is not None
         shares = [{"layer": name, "value": value} for name, value in found.shares.items()]
-        parts = {name: found.check[name] for name in ("initial", "remainder", "total")}
+        parts = {name: found.check[name] for name in ("initial", "by_step", "remainder", "total")}
         return {"output": found.question.output, "shares": shares, **parts}
 
     def _acts(self, given: Given) -> Json:
@@ -260,35 +257,56 @@ class Explorer:
         return {"total": len(self._ranks), "samples": lines}
 
     def _forget(self, given: Given) -> Json:
+        """What is asked without some samples: an account, and an estimate where it is wanted."""
         ids = [self.run.sample_id(name) for name in given.several("id", MOST_FORGOTTEN)]
-        found = self.found(given)
-        outputs = self._kept.get(
-            ("forget", found.question, *ids), lambda: self.reader.without(found, ids)
-        )
-        before = float(found.outputs[found.question.output or 0])
-        lost, retrained = self._lost(found, ids), None
-        if given.text("estimate", "") == "1" or found.question.ask == "removed":
-            asked = given.without("layer", "place", "at", "span") | {"ask": "removed"}
-            estimated = self.found(Given(asked))
-            output = estimated.question.output or 0
-            retrained = float(estimated.outputs[output]) - self._lost(estimated, ids)
+        found, places = self.found(given), [self._place_of(name) for name in ids]
+        of_layer = found.question.ask in ("layer", "keys")
+        asked = given.without("place", "at", "span")
+        if not of_layer:
+            asked = given.without("layer", "place", "at", "span") | {"ask": "network"}
+        elif found.question.ask == "keys":
+            asked |= {"ask": "layer"}
+        account = self.found(Given(asked | self._same_place(found)))
+        output = account.question.output or 0
+        before, left = float(account.outputs[output]), self._left(account, places)
+        after = {output: left}
+        if of_layer:
+            key = ("forget", account.question, *ids)
+            outputs = self._kept.get(key, lambda: self.reader.layer_without(account, ids))
+            after = dict(enumerate(outputs.tolist())) | after
+        wanted = given.text("estimate", "") == "1" or found.question.ask == "removed"
         return {
             "ids": ids,
-            "note": FORGOTTEN,
-            "before": numbered(outputs[0]),
-            "after": numbered(outputs[1]),
+            "note": LAYER_ACCOUNT if of_layer else ACCOUNT,
+            "before": [{"output": at, "value": float(account.outputs[at])} for at in after],
+            "after": [{"output": at, "value": value} for at, value in after.items()],
             "asked": {
-                "output": found.question.output,
+                "output": output,
                 "before": before,
-                "after": before - lost,
-                "retrained": retrained,
+                "after": left,
+                "retrained": self._retrained(found, given, places) if wanted else None,
+                "estimate": ESTIMATE,
             },
         }
 
-    def _lost(self, found: Found, ids: Sequence[SampleId]) -> float:
-        """What these samples add to what is asked, in sum."""
-        at = [self._place_of(name) for name in dict.fromkeys(ids)]
-        return float(found.cells[at].sum())
+    def _same_place(self, found: Found) -> dict[str, str]:
+        """The place that was asked about, for another question about the same output."""
+        return {} if found.question.place is None else {"place": str(found.question.place)}
+
+    def _retrained(self, found: Found, given: Given, places: Sequence[int]) -> float | None:
+        """The estimate; None where what is asked is no output of the model."""
+        if not self.reader.gives_output(found):
+            return None
+        asked = given.without("layer", "place", "at", "span")
+        asked |= {"ask": "removed", "output": str(found.question.output)}
+        if found.question.ask != "layer":
+            asked |= self._same_place(found)
+        return self._left(self.found(Given(asked)), places)
+
+    def _left(self, found: Found, places: Sequence[int]) -> float:
+        """What is asked, less what the samples at some places add to it."""
+        before = found.outputs[[found.question.output or 0]]
+        return float(less(before, found.cells.sum(1, keepdims=True), places)[0])
 
     def _books(self, given: Given) -> Json:
         found: Json = self._kept.get("books", lambda: self.run.audit().to_dict())

@@ -23,6 +23,8 @@ from torch import Tensor
 
 WIDENED = 1024
 """How many rows are put into float64 at a time."""
+BETWEEN = 1 << 22
+"""How many numbers may stand between two products at a time."""
 
 
 def as_matrix(parameter: Tensor, view: str, groups: int = 1) -> Tensor:
@@ -324,6 +326,22 @@ class Bilinear:
             return torch.einsum("qri,ri->rq", D[:, rows.a + top], b)
         D = D[:, top : top + rows.a.shape[1]]
         if b.ndim == 2:
-            return torch.einsum("ra,qab,rb->rq", rows.a, D, b)
+            return _answers(rows.a, D, b)
         groups = b.shape[1]
         return torch.einsum("rgo,qgoi,rgi->rq", by_group(rows.a, groups), by_group(D, groups), b)
+
+
+def _answers(a: Tensor, D: Tensor, b: Tensor) -> Tensor:
+    """(rows, questions): `aᵀ D b`, some questions at a time.
+
+    The longer side is multiplied first: what is between the products is then as small as can be.
+    """
+    if a.shape[1] > b.shape[1]:
+        a, D, b = b, D.mT, a
+    each = max(1, BETWEEN // max(1, a.numel()))
+    found = a.new_empty(len(a), len(D))
+    for at in range(0, len(D), each):
+        some = D[at : at + each]
+        between = torch.matmul(b, some.flatten(0, 1).T).view(len(a), len(some), a.shape[1])
+        torch.sum(between.mul_(a[:, None]), 2, out=found[:, at : at + each])
+    return found

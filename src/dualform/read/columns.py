@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Term
-from dualform.memory.blocks import as_matrix, keeps_order, matrix_shape
+from dualform.memory.blocks import as_matrix, from_matrix, keeps_order, matrix_shape
 from dualform.read.grouped import Region
 
 
@@ -23,6 +23,8 @@ class Columns:
     """(groups, columns): one line along the matrix's longer side after the other."""
     scale: Tensor | float = 1.0
     """(columns,): what they were divided by, so that directions must be multiplied by it."""
+    groups: slice = field(default_factory=lambda: slice(None))
+    """Which groups the values are of, where it is not all of them."""
 
     def of(self, directions: Tensor) -> Tensor:
         """(directions, columns): the same part of directions (directions, *shape of the book)."""
@@ -30,23 +32,49 @@ class Columns:
         scale = self.lines(self.scale) if isinstance(self.scale, Tensor) else self.scale
         return torch.mul(part, scale, out=part.new_empty(part.shape)).flatten(1)
 
+    def back(self, lines: Tensor) -> Tensor:
+        """(directions, *shape of the book): `lines` where the columns are, and 0 elsewhere.
+
+        In units in which the columns were not divided: the adjoint of `of`.
+        """
+        height, width = shape_of(self.book, self.term)
+        scaled = lines.flatten(1) * self.scale
+        whole = scaled.new_zeros(len(lines), height, width)
+        self.part(whole).copy_(self.lines(scaled))
+        view, groups = self.term.view, self.term.groups
+        return torch.stack([from_matrix(m, self.book.shape, view, groups) for m in whole])
+
     def part(self, matrices: Tensor) -> Tensor:
         """(…, lines, side): the same part of whole matrices (…, height, width)."""
         part = self.region.of(matrices)
-        return part.mT if self._tall else part
+        return part.mT if self.tall else part
 
     def dense(self) -> Tensor:
         """(groups, height, width): the values as parts of matrices, in the same memory."""
         lines = self.lines(self.values)
-        return lines.mT if self._tall else lines
+        return lines.mT if self.tall else lines
 
     def lines(self, columns: Tensor) -> Tensor:
         """(…, columns) as (…, lines, side)."""
         shape = self.region.shape
-        return columns.reshape(*columns.shape[:-1], *(shape[::-1] if self._tall else shape))
+        return columns.reshape(*columns.shape[:-1], *(shape[::-1] if self.tall else shape))
 
     @property
-    def _tall(self) -> bool:
+    def key(self) -> tuple[str, int, int]:
+        """What tells parts of books apart."""
+        return self.book.name, self.region.rows.start, self.region.columns.start
+
+    def scale_of(self, region: Region) -> Tensor | float:
+        """The scale of a part of a whole book's columns."""
+        if not isinstance(self.scale, Tensor):
+            return self.scale
+        lines = self.lines(self.scale)
+        part = region.of(lines.mT if self.tall else lines)
+        return (part.mT if self.tall else part).flatten()
+
+    @property
+    def tall(self) -> bool:
+        """Whether lines are the columns of the matrix, since it is higher than wide."""
         height, width = shape_of(self.book, self.term)
         return height > width
 

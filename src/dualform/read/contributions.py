@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -73,7 +73,8 @@ class LayerRows:
 
     def __iter__(self) -> Iterator[tuple[Chunk, Tensor]]:
         """Chunks, and the contributions (rows, queries) in the precision of the rows."""
-        found = row_answers(self.source, self._books, lambda book, _: self._questions[book.name])
+        accounting = self.source.accounting
+        found = row_answers(accounting, self._books, lambda book, _: self._questions[book.name])
         for chunk, parts in found:
             yield chunk, functools.reduce(torch.Tensor.add_, parts.values())
 
@@ -83,19 +84,24 @@ class LayerRows:
 
 
 def row_answers(
-    source: Source, books: Sequence[Book], question: Callable[[Book, str], Question]
+    accounting: Accounting,
+    books: Sequence[Book],
+    question: Callable[[Book, str], Question],
+    spans: Iterable[Span] | None = None,
 ) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
     """All rows that feed some books, in chunks, with their answers (rows, questions) by book.
 
     Args:
         question: what is asked of a book, as the stream of this name sees it.
+        spans: how much each step's rows count; by default, as the optimizer made them count.
     """
     turnings: Turnings = {}
-    for span in source.accounting.spans(books):
-        for stream in source.ledger.info.streams:
+    ledger, device = accounting.ledger, accounting.device
+    for span in accounting.spans(books) if spans is None else spans:
+        for stream in ledger.info.streams:
             asked = {b.name: question(b, stream.name) for b in books if stream.name in b.terms}
             fed = [book for book in books if book.name in asked]
-            scan = Scan(source.ledger, stream, span.last, source.device, span.first)
+            scan = Scan(ledger, stream, span.last, device, span.first)
             for chunk in scan if fed else ():
                 found = {b.name: _answers(chunk, b, span, asked[b.name], turnings) for b in fed}
                 yield chunk, found

@@ -19,6 +19,7 @@ from dualform.errors import ReadingError
 from dualform.ledger import Book
 from dualform.ledger.samples import SampleId
 from dualform.read.contributions import Source
+from dualform.read.cost import work_of
 from dualform.read.grouped import Grouping
 from dualform.read.matrix import Contributions, times
 from dualform.read.path import LineGradients, along_line
@@ -51,14 +52,15 @@ class Questions:
     def sums(self, grouping: Grouping, books: Sequence[Book] | None = None) -> dict[str, Array]:
         """(groups, queries) for each book: what the rows of each group contributed.
 
-        Row by row, a query costs as much as building the matrix that all queries share, but far
-        less where an optimizer turns gradients: the matrix is then turned sample by sample.
+        Row by row, or by the matrix that all queries share, whichever costs less. Where an
+        optimizer turns gradients, always row by row: the matrix would be turned sample by sample.
         """
+        accounting = self.source.accounting
+        asked = [book for book in (books or self.source.ledger.info.books) if book.terms]
         queries = len(next(iter(self.directions.values())))
-        if queries == 1 or self.source.accounting.turns:
-            return row_sums(self.source, self.directions, grouping, books)
-        matrix = Contributions(self.source.accounting, grouping, books)
-        found = times(matrix, self.directions)
+        if accounting.turns or work_of(accounting, grouping, asked).row_by_row(queries):
+            return row_sums(accounting, self.directions, grouping, asked)
+        found = times(Contributions(accounting, grouping, asked), self.directions)
         return {name: part.numpy() for name, part in found.items()}
 
     def total(self, sums: Mapping[str, Array], grouping: Grouping) -> Array:
@@ -96,8 +98,8 @@ class Explanation(Scores):
     >>> explanation = run.explain(model, x[:2], target=1)
     >>> explanation.values.shape, bool(explanation.completeness.max() < 1e-3)
     ((8, 2), True)
-    >>> parts = explanation.initial + explanation.values.sum(0) + explanation.remainder
-    >>> bool(abs(parts - explanation.total).max() < 1e-6)
+    >>> parts = explanation.initial + explanation.values.sum(0) + explanation.booked_by_step
+    >>> bool(abs(parts + explanation.remainder - explanation.total).max() < 1e-6)
     True
     >>> explanation.by_layer.ids
     ['0', '2']
@@ -113,6 +115,11 @@ class Explanation(Scores):
     def initial(self) -> Array:
         """(queries,): the target before training, and what became of the first weights."""
         return self._parts.initial
+
+    @property
+    def booked_by_step(self) -> Array:
+        """(queries,): the share of changes that were booked by step, of no sample."""
+        return self._parts.steps
 
     @property
     def remainder(self) -> Array:

@@ -51,16 +51,17 @@ def ekfac(
     matrix: Contributions, bases: EigenBases, directions: Parameters, damping: float
 ) -> Tensor:
     """(groups, directions): `C (Λ + λ)⁻¹ g` in the eigenbases, λ in units of the book's mean Λ."""
-    sizes: dict[str, float] = {}
-    for columns in matrix.columns():
-        name, squares = columns.book.name, columns.values.square().sum(dtype=torch.float64)
-        sizes[name] = sizes.get(name, 0.0) + float(squares) / matrix.groups / columns.book.size
-    total: Tensor | None = None
-    for columns in matrix.columns():
-        size = columns.values.square().mean(0) + damping * sizes[columns.book.name]
-        part = columns.values @ (bases.turned(columns, directions) / size.clamp_min(1e-30)).T
-        total = part.double().cpu() if total is None else total + part.double().cpu()
-    assert total is not None
+    squares = {book.name: torch.zeros(matrix.whole(book).region.shape) for book in matrix.books}
+    for columns in matrix.pieces(matrix.books):
+        part = columns.part(squares[columns.book.name])
+        part += columns.lines(columns.values.square().sum(0)).cpu() / matrix.groups
+    count = len(next(iter(directions.values())))
+    total = torch.zeros(matrix.groups, count, dtype=torch.float64)
+    for columns in matrix.pieces(matrix.books):
+        whole = squares[columns.book.name]
+        size = columns.part(whole).flatten() + damping * float(whole.mean(dtype=torch.float64))
+        asked = bases.turned(columns, directions) / size.clamp_min(1e-30).to(columns.values)
+        total[columns.groups] += (columns.values @ asked.T).double().cpu()
     return total
 
 

@@ -1,20 +1,21 @@
 """Gradients of every query, from one backward pass for all of them.
 
 A query's gradient is a sum of rank-one rows like any training gradient, so it is found as a
-recorder finds those: the rows of all queries come out of one backward pass. Whether they are the
-gradient is checked; where they are not, a parameter is differentiated query by query.
+recorder finds those: the rows of all queries come out of one backward pass. Whether they are each
+query's gradient is checked; where they are not, a parameter is differentiated query by query.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import ReadingError
 from dualform.ledger import Stream, Term
@@ -48,11 +49,11 @@ class Part(NamedTuple):
     sides: Sides
     queries: int
 
-    def total(self, shape: Sequence[int]) -> Tensor:
-        """The sum of all rows, in the shape of the parameter, in float64."""
+    def total(self, shape: Sequence[int], weights: Tensor) -> Tensor:
+        """The sum of all rows, each query's times its weight, as the parameter, in float64."""
         view, groups = self.term.view, self.term.groups
-        ones = torch.ones(len(self.sides), dtype=torch.float64, device=self.sides.a.device)
-        total = self.sides.total(ones, matrix_shape(tuple(shape), view, groups))
+        each = weights.repeat_interleave(len(self.sides) // self.queries).to(self.sides.a.device)
+        total = self.sides.total(each, matrix_shape(tuple(shape), view, groups))
         return from_matrix(total, tuple(shape), view, groups)
 
     def size(self) -> float:
@@ -131,8 +132,11 @@ class Gradients:
         self._parameters = {name: known[name].requires_grad_() for name in names}
         self._find = Finder(self._parameters)
         packing_order(self._model, self._find)
-        self._direct: set[str] | None = None
-        """The parameters whose rows are not their gradients; known after the first pass."""
+        self._direct: dict[int, set[str]] = {}
+        """The parameters whose rows are not their gradients, by how many queries are asked.
+
+        Shapes say whose rows they are, and so it depends on the number of queries.
+        """
 
     def integral(
         self, nodes: Iterable[tuple[float, Parameters]], queries: Sequence[int]
@@ -174,32 +178,65 @@ class Gradients:
         total.settle()
 
     def _add(self, weight: float, queries: Sequence[int], total: Weighted) -> None:
-        parts, gradients = self._rows(queries)
-        if self._direct is None:
-            self._direct = _unexplained(parts, gradients)
+        parts = self._rows(queries)
+        if len(queries) not in self._direct:
+            self._direct[len(queries)] = self._unexplained(parts, queries)
+        direct = self._direct[len(queries)]
         for part in parts:
-            if part.book not in self._direct:
+            if part.book not in direct:
                 total.add(part, weight)
-        if self._direct:
-            self._add_directly(weight, queries, total)
+        if direct:
+            self._add_directly(weight, queries, total, sorted(direct))
 
-    def _rows(self, queries: Sequence[int]) -> tuple[list[Part], dict[str, Tensor]]:
-        """The rows of all queries, and the gradients of the sum of what is asked."""
+    def _unexplained(self, parts: Sequence[Part], queries: Sequence[int]) -> set[str]:
+        """The parameters whose rows are not their gradients.
+
+        What is asked is summed with a random weight for each query: rows that were taken for those
+        of another query would have the same plain sum, but not this one.
+        """
+        generator = torch.Generator().manual_seed(len(queries))
+        weights = torch.randn(len(queries), dtype=torch.float64, generator=generator)
+        with _differentiable():
+            asked = self._asked.asked_of(self._asked.output(self._model, queries), queries)
+            value = (asked * weights.to(asked)).sum()
+        gradients = self._gradients(value, list(self._parameters))
+        gaps = {name: gradient.double() for name, gradient in gradients.items()}
+        sizes = dict.fromkeys(gradients, 0.0)
+        for part in parts:
+            gaps[part.book] = gaps[part.book] - part.total(gaps[part.book].shape, weights)
+            sizes[part.book] += part.size()
+        return {name for name, gap in gaps.items() if float(gap.norm()) > ROUNDING * sizes[name]}
+
+    def _rows(self, queries: Sequence[int]) -> list[Part]:
+        """The rows of all queries."""
         seen: list[tuple[Seen, Sequence[Tensor | None]]] = []
+        hooks: list[RemovableHandle | None] = []
 
         def take(use: Seen) -> None:
-            when_errors_come(use, lambda errors: seen.append((use, errors)))
+            hooks.append(when_errors_come(use, lambda errors: seen.append((use, errors))))
 
-        with _differentiable():
-            with Watching(self._find, kinds(), take):
-                output = self._asked.output(self._model, queries)
-            value = self._asked.asked_of(output, queries).sum()
-        self._find.recent.clear()
-        gradients = self._gradients(value, list(self._parameters))
-        rows = [rows for use, errors in seen for rows in use.rows(errors)]
-        return [p for r in rows for p in self._parts(r, len(queries))], gradients
+        try:
+            with _differentiable():
+                with Watching(self._find, kinds(), take):
+                    output = self._asked.output(self._model, queries)
+                value = self._asked.asked_of(output, queries).sum()
+            self._backward(value)
+            rows = [rows for use, errors in seen for rows in use.rows(errors)]
+            return [p for r in rows for p in self._parts(r, len(queries))]
+        finally:
+            # The graph's hooks hold what was seen, whose inputs' history is the graph: a circle
+            # that Python does not see, so that it has to be broken by hand.
+            for hook in filter(None, hooks):
+                hook.remove()
+            seen.clear()
+            self._find.recent.clear()
 
     def _gradients(self, value: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        self._backward(value)
+        found = {name: self._parameters[name] for name in names}
+        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in found.items()}
+
+    def _backward(self, value: Tensor) -> None:
         if not value.requires_grad:
             raise ReadingError(
                 "the target cannot be differentiated: nothing connects it with the parameters "
@@ -207,13 +244,12 @@ class Gradients:
             )
         self._model.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]  # reentrant checkpoints need it
-        found = {name: self._parameters[name] for name in names}
-        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in found.items()}
 
     def _parts(self, rows: Rows, queries: int) -> Iterable[Part]:
         """A use's rows by query; none where no dimension counts queries."""
-        site, keys, values = rows.site, rows.keys, rows.values
-        assert values is not None
+        assert rows.values is not None
+        # A view of a tensor with a history would keep all of that history alive.
+        site, keys, values = rows.site, rows.keys.detach(), rows.values.detach()
         lead = tuple(keys.shape[: keys.ndim - site.key_dims])
         usual = self._asked.axis
         stretch = arrangement(lead, queries, site.axis, site.key_dims > 0, usual)
@@ -229,12 +265,13 @@ class Gradients:
             sides = Sides.of(term.form, x, e, term.groups, term.at)
             yield Part(book, term, sides, queries)
 
-    def _add_directly(self, weight: float, queries: Sequence[int], total: Weighted) -> None:
-        assert self._direct is not None
+    def _add_directly(
+        self, weight: float, queries: Sequence[int], total: Weighted, names: Sequence[str]
+    ) -> None:
         for at, query in enumerate(queries):
             with _differentiable():
                 value = self._asked.asked_of(self._asked.output(self._model, [query]), [query])[0]
-            for name, gradient in self._gradients(value, sorted(self._direct)).items():
+            for name, gradient in self._gradients(value, names).items():
                 total.directions[name][at].add_(gradient, alpha=weight)
 
 
@@ -243,13 +280,3 @@ def _differentiable() -> Iterator[None]:
     """With gradients, also through recurrent layers in evaluation mode, which cuDNN refuses."""
     with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
         yield
-
-
-def _unexplained(parts: Sequence[Part], gradients: Mapping[str, Tensor]) -> set[str]:
-    """The parameters whose rows do not add up to their gradient."""
-    gaps = {name: gradient.double() for name, gradient in gradients.items()}
-    sizes = dict.fromkeys(gradients, 0.0)
-    for part in parts:
-        gaps[part.book] = gaps[part.book] - part.total(gradients[part.book].shape)
-        sizes[part.book] += part.size()
-    return {name for name, gap in gaps.items() if float(gap.norm()) > ROUNDING * sizes[name]}

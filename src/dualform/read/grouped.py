@@ -6,7 +6,7 @@ rather than of time, each once, so that repeated visits of a sample meet in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,28 +127,81 @@ def _weighed(sides: Sides, weights: Tensor) -> Sides:
     return Sides(a * column.to(a), b, sides.at)
 
 
-def add_visits(visits: Visits, grouping: Grouping, receivers: Sequence[Receiver]) -> None:
-    """Adds what the visits of each group add to some parts of parameters; each is read once.
+class InOrder:
+    """The visits of a stream in the order of their groups, read some groups at a time.
 
-    Visits that count for nothing are not read.
+    Much is read at once, and handed out as it is asked for: the visits of a group lie all over the
+    ledger, and the more of them are read together, the fewer gaps lie between them.
     """
+
+    def __init__(
+        self, visits: Visits, grouping: Grouping, counted: Tensor, with_keys: bool = True
+    ) -> None:
+        self.visits, self._grouping, self._with_keys = visits, grouping, with_keys
+        chosen = torch.nonzero(counted).flatten()
+        self._numbers, order = grouping.of_visits(visits, chosen).sort(stable=True)
+        self._chosen = chosen[order]
+        records = visits.records[self._chosen]
+        self._at = torch.cat([records.new_zeros(1), records.cumsum(0)])
+        self._loaded: tuple[int, int, list[Tensor]] = (0, 0, [])
+        self._progress = LateProgress(visits.stream.name, len(chosen))
+
+    def __enter__(self) -> InOrder:
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.__exit__()
+        self.let_go()
+
+    def between(
+        self, begin: int, end: int
+    ) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor]]]:
+        """Visits of the groups from `begin` up to `end`, the group of each row, and the rows.
+
+        To be asked in the order of groups. What is handed out is valid until the next.
+        """
+        at, last = torch.searchsorted(self._numbers, torch.tensor([begin, end])).tolist()
+        while at < last:
+            first, stop, stored = self._containing(at)
+            for size in _whole_groups(self._numbers[at : min(last, stop)], self.visits.cached):
+                some = slice(at, at + size)
+                visits, own = self._chosen[some], self._numbers[some]
+                here = (self._at[[some.start, some.stop]] - self._at[first]).tolist()
+                groups = self._grouping.of_rows(self.visits, visits, own)
+                yield visits, groups, self.visits.made(stored, *here)
+                at += size
+                self._progress.advance(size)
+
+    def let_go(self) -> None:
+        """Forgets what was read ahead: somebody else may use that memory."""
+        self._loaded = (0, 0, [])
+
+    def _containing(self, at: int) -> tuple[int, int, list[Tensor]]:
+        """Records that were loaded, from which visit to which, this one among them."""
+        first, stop, _ = self._loaded
+        if not first <= at < stop:
+            most = self.visits.together
+            stop = at + _whole_groups(self._numbers[at : at + most + 1], most)[0]
+            stored = self.visits.load(self._chosen[at:stop], self._with_keys)
+            self._loaded = (at, stop, stored)
+        return self._loaded
+
+
+def in_order(visits: Visits, grouping: Grouping, receivers: Sequence[Receiver]) -> InOrder:
+    """The visits that count for any of the receivers; the others are not read."""
     counted = torch.stack([receiver.weights != 0 for receiver in receivers]).any(0)
-    chosen = torch.nonzero(counted).flatten()
-    if not len(chosen):
-        return
-    numbers, order = grouping.of_visits(visits, chosen).sort(stable=True)
-    sizes = _whole_groups(numbers, visits.together)
     with_keys = any(receiver.term.form != "sum" for receiver in receivers)
-    with LateProgress(visits.stream.name, len(chosen)) as progress:
-        parts = (torch.split(t, sizes) for t in (chosen[order], numbers))
-        for part, own in zip(*parts, strict=True):
-            each = _whole_groups(own, visits.cached)
-            pieces, firsts = torch.split(part, each), torch.split(own, each)
-            gathered = visits.gather(pieces, with_keys)
-            for piece, first, rows in zip(pieces, firsts, gathered, strict=True):
-                groups = grouping.of_rows(visits, piece, first)
-                _add_rows(rows, groups, receivers, piece, visits.rows[piece])
-            progress.advance(len(part))
+    return InOrder(visits, grouping, counted, with_keys)
+
+
+def add_visits(
+    ordered: InOrder, receivers: Sequence[Receiver], begin: int = 0, end: int | None = None
+) -> None:
+    """Adds what the visits of the groups from `begin` on add to some parts of parameters."""
+    stop = begin + len(receivers[0].into) if end is None else end
+    for chosen, groups, rows in ordered.between(begin, stop):
+        _add_rows(rows, groups - begin, receivers, chosen, ordered.visits.rows[chosen])
 
 
 def _add_rows(

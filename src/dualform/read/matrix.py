@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import product
@@ -21,11 +22,20 @@ from dualform.ledger import Book, Term
 from dualform.memory.blocks import Sides, as_matrix, from_matrix, through_views
 from dualform.read.coefficients import Accounting, Span
 from dualform.read.columns import Columns, shape_of
-from dualform.read.grouped import Grouping, Receiver, Region, add_groups, add_visits
+from dualform.read.grouped import (
+    Grouping,
+    InOrder,
+    Receiver,
+    Region,
+    add_groups,
+    add_visits,
+    in_order,
+)
+from dualform.read.matrixwise import Matrixwise
 from dualform.read.scan import Chunk, Scan, row_sides
 from dualform.read.turning import Chain, Later
 from dualform.read.visits import Reused, Visits
-from dualform.record.optimizers import Modewise, Operator, ScalarRule, Sided, Turned
+from dualform.record.optimizers import Operator, ScalarRule
 
 COLUMN_BYTES = 256 << 20
 """How large the columns that are held at a time may be."""
@@ -49,11 +59,13 @@ class Contributions:
         books: Sequence[Book] | None = None,
         weighing: Weighing | None = None,
         turn: Turn | None = None,
-        memory: int = COLUMN_BYTES,
+        memory: int | None = None,
     ) -> None:
-        self._accounting, self._grouping, self._memory = accounting, grouping, memory
+        self._accounting, self._grouping = accounting, grouping
+        self._memory = COLUMN_BYTES if memory is None else memory
         self._turn, self._gathered = turn, Reused()
         self._replayed: tuple[str, list[Span]] = ("", [])
+        self._weighed: dict[tuple[str, str], Tensor] = {}
         ledger = accounting.ledger
         self.books = [book for book in (books or ledger.info.books) if book.terms]
         self._weighing = weighing or (
@@ -72,12 +84,7 @@ class Contributions:
         most = self.groups * max(widths, default=0)
         buffer = torch.empty(most, device=self._accounting.device)
         for parts in batches:
-            sizes = [self.groups * math.prod(part.region.shape) for part in parts]
-            views = torch.split(buffer[: sum(sizes)].zero_(), sizes)
-            filled = [
-                replace(p, values=v.view(self.groups, -1))
-                for p, v in zip(parts, views, strict=True)
-            ]
+            filled = self._cut(buffer, parts, slice(0, self.groups))
             self._fill(filled)
             yield from filled
         self._gathered.clear()
@@ -107,37 +114,106 @@ class Contributions:
             regions = [Region(*(pair if height <= width else pair[::-1])) for pair in pairs]
         return [Columns(book, term, region, torch.empty(0)) for region in regions]
 
+    def blocks(self, parts: Sequence[Columns]) -> Iterator[Columns]:
+        """Parts of parameters, some groups at a time; each is valid until the next.
+
+        Rows are read once for all parts that are made of the same streams, in the order of groups.
+        """
+        for alike in _by_streams(parts):
+            yield from self._blocks(alike)
+        self._gathered.clear()
+
+    def pieces(self, books: Sequence[Book]) -> Iterator[Columns]:
+        """All columns: of all groups where they fit into memory, else of some groups at a time."""
+        large = [book for book in books if self.is_large(book)]
+        yield from self.columns([book for book in books if book not in large])
+        yield from self.blocks([self.whole(book) for book in large])
+
+    def is_large(self, book: Book) -> bool:
+        """Whether to make its columns takes more than one scan, but its groups can be cut.
+
+        With those of all books that are made of the same streams, for which it is one scan.
+        """
+        cut = self._weighing is not None and self._grouping.by_visit
+        size = sum(b.size for b in self.books if b.terms.keys() == book.terms.keys())
+        return cut and 4 * self.groups * size > self._memory
+
+    def whole(self, book: Book) -> Columns:
+        """All of a book, to be filled."""
+        term = next(iter(book.terms.values()))
+        return Columns(book, term, Region.whole(*shape_of(book, term)), torch.empty(0))
+
+    def _blocks(self, parts: Sequence[Columns]) -> Iterator[Columns]:
+        width = sum(math.prod(part.region.shape) for part in parts)
+        each = min(self.groups, max(1, self._memory // (4 * width)))
+        buffer = torch.empty(each * width, device=self._accounting.device)
+        with ExitStack() as opened:
+            streams: dict[str, InOrder] = {}
+            for begin in range(0, self.groups, each):
+                groups = slice(begin, min(begin + each, self.groups))
+                filled = self._cut(buffer, parts, groups)
+                for stream in parts[0].book.terms:
+                    receivers = self._receivers(stream, filled)
+                    if stream not in streams:
+                        found = in_order(self.visits[stream], self._grouping, receivers)
+                        streams[stream] = opened.enter_context(found)
+                    add_visits(streams[stream], receivers, begin)
+                    if len(parts[0].book.terms) > 1:  # which share the memory to read into
+                        streams[stream].let_go()
+                    self._add_turned(stream, filled, receivers)
+                yield from filled
+        self._weighed.clear()
+
+    def _cut(self, buffer: Tensor, parts: Sequence[Columns], groups: slice) -> list[Columns]:
+        """The parts with values of these groups, 0 so far."""
+        count = groups.stop - groups.start
+        sizes = [count * math.prod(part.region.shape) for part in parts]
+        views = torch.split(buffer[: sum(sizes)].zero_(), sizes)
+        filled = zip(parts, views, strict=True)
+        return [replace(p, values=v.view(count, -1), groups=groups) for p, v in filled]
+
     def _fill(self, parts: Sequence[Columns]) -> None:
         """Adds all rows, stream by stream."""
         for stream in parts[0].book.terms:
-            targets = [self._target(part, part.book.terms[stream]) for part in parts]
+            receivers = self._receivers(stream, parts)
             if self._weighing is not None:
-                self._add_weighed(stream, parts, targets)
+                with in_order(self.visits[stream], self._grouping, receivers) as ordered:
+                    add_visits(ordered, receivers)
             else:
-                for part, (into, region) in zip(parts, targets, strict=True):
-                    self._add_replayed(into, part.book, stream, region)
-            for part, (into, _) in zip(parts, targets, strict=True):
-                own = part.book.terms[stream]
-                if not _alike(part.term, own):
-                    part.dense().add_(_turned(into, part.book, own, part.term))
+                for part, receiver in zip(parts, receivers, strict=True):
+                    self._add_replayed(receiver.into, part.book, stream, receiver.region)
+            self._add_turned(stream, parts, receivers)
+        self._weighed.clear()
 
-    def _target(self, part: Columns, own: Term) -> tuple[Tensor, Region]:
-        """Where rows are added: the part itself, or a matrix as they see it."""
-        if _alike(part.term, own):
-            return part.dense(), part.region
-        shape = shape_of(part.book, own)
-        return part.values.new_zeros(self.groups, *shape), Region.whole(*shape)
-
-    def _add_weighed(
-        self, stream: str, parts: Sequence[Columns], targets: Sequence[tuple[Tensor, Region]]
-    ) -> None:
-        assert self._weighing is not None
-        visits, receivers = self.visits[stream], []
-        for part, (into, region) in zip(parts, targets, strict=True):
+    def _receivers(self, stream: str, parts: Sequence[Columns]) -> list[Receiver]:
+        """Where a stream's rows are added: the parts themselves, or matrices as they see them."""
+        receivers = []
+        for part in parts:
+            own = part.book.terms[stream]
+            into, region = part.dense(), part.region
+            if not _alike(part.term, own):
+                shape = shape_of(part.book, own)
+                into, region = into.new_zeros(len(into), *shape), Region.whole(*shape)
             turn = partial(self._turn, part.book) if self._turn else None
-            weights = self._weighing(part.book, visits)
-            receivers.append(Receiver(into, part.book.terms[stream], region, weights, turn))
-        add_visits(visits, self._grouping, receivers)
+            receivers.append(Receiver(into, own, region, self._weights(part.book, stream), turn))
+        return receivers
+
+    def _weights(self, book: Book, stream: str) -> Tensor:
+        """(visits,): how much each counts; none where an operator says so."""
+        if self._weighing is None:
+            return torch.empty(0)
+        if (book.name, stream) not in self._weighed:
+            found = self._weighing(book, self.visits[stream])
+            self._weighed[book.name, stream] = found
+        return self._weighed[book.name, stream]
+
+    def _add_turned(
+        self, stream: str, parts: Sequence[Columns], receivers: Sequence[Receiver]
+    ) -> None:
+        """Adds what was put into matrices of another view."""
+        for part, receiver in zip(parts, receivers, strict=True):
+            if not _alike(part.term, receiver.term):
+                part.dense().add_(_turned(receiver.into, part.book, receiver.term, part.term))
 
     def _add_replayed(self, into: Tensor, book: Book, stream: str, region: Region) -> None:
         """In the order of time, since what a step made of its rows is an operator of its own.
@@ -205,11 +281,15 @@ class Contributions:
         for step, some in chunk.by_step():
             if step not in operators:
                 continue
-            operator = _Matrixwise(operators[step], term, region, whole)
+            operator = Matrixwise(operators[step], term, region, whole)
             here, places = torch.unique(numbers[some], return_inverse=True)
             sums = into.new_zeros(len(here), *operator.needs.shape)
             add_groups(sums, sides[some], places, operator.needs)
             into.index_add_(0, groups[here].to(into.device), operator(sums))
+
+    def product(self, solved: Sequence[tuple[Columns, Tensor]]) -> Tensor:
+        """(groups, queries): `Σ C xᵀ` over some parts, for x (queries, lines, side)."""
+        return by_blocks(self, solved)
 
     @cached_property
     def visits(self) -> dict[str, Visits]:
@@ -229,61 +309,51 @@ class Contributions:
 
 
 class Matrix(Protocol):
-    """Groups × parameters, some columns at a time."""
+    """Groups × parameters, in pieces."""
+
+    @property
+    def books(self) -> Sequence[Book]:
+        """The parameters it is made of."""
 
     @property
     def groups(self) -> int:
         """How many rows it has."""
 
-    def columns(self) -> Iterator[Columns]:
-        """All columns; each is valid until the next."""
+    def columns(self, books: Sequence[Book]) -> Iterator[Columns]:
+        """All columns of some books, of all groups; each is valid until the next."""
+
+    def blocks(self, parts: Sequence[Columns]) -> Iterator[Columns]:
+        """Parts of parameters, some groups at a time."""
+
+    def is_large(self, book: Book) -> bool:
+        """Whether a book is better gone through some groups at a time."""
+
+    def whole(self, book: Book) -> Columns:
+        """All of a book, to be filled."""
+
+    def product(self, solved: Sequence[tuple[Columns, Tensor]]) -> Tensor:
+        """(groups, queries): `Σ C xᵀ` over some parts, for x (queries, lines, side)."""
 
 
-def times(matrix: Matrix, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def times(matrix: Contributions, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """(groups, directions) for each book: `C d`, by the book's share of it, in float64."""
-    found: dict[str, Tensor] = {}
-    for columns in matrix.columns():
-        name = columns.book.name
-        part = (columns.values @ columns.of(directions[name]).T).double().cpu()
-        found[name] = found[name] + part if name in found else part
+    count = len(next(iter(directions.values())))
+    zero = torch.zeros(matrix.groups, count, dtype=torch.float64)
+    found = {book.name: zero.clone() for book in matrix.books}
+    for columns in matrix.pieces(matrix.books):
+        asked = columns.of(directions[columns.book.name])
+        found[columns.book.name][columns.groups] += (columns.values @ asked.T).double().cpu()
     return found
 
 
-class _Matrixwise:
-    """A step's operator, applied to a part of many gradients, seen as matrices."""
-
-    def __init__(self, operator: Operator, term: Term, region: Region, whole: Region) -> None:
-        self._operator, self._term, self._region = operator, term, region
-        self.needs = self._needed(whole)
-        """The part of a gradient that it takes to know that part of the result."""
-
-    def __call__(self, dense: Tensor) -> Tensor:
-        operator, view, groups = self._operator, self._term.view, self._term.groups
-        if isinstance(operator, Modewise | Turned):
-            return self._region.of(through_views(operator, dense, operator.shape, view, groups))
-        if isinstance(operator, Sided):
-            matrix, left = self._sided(operator)
-            matrix = matrix.to(dense)
-            rows, columns = self._region.rows, self._region.columns
-            return matrix[rows] @ dense if left else dense @ matrix[:, columns]
-        if isinstance(operator, Tensor):
-            return dense.mul_(self._region.of(as_matrix(operator, view, groups)).to(dense))
-        return dense.mul_(operator)
-
-    def _needed(self, whole: Region) -> Region:
-        if isinstance(self._operator, Modewise | Turned):
-            return whole
-        if isinstance(self._operator, Sided):
-            left = self._sided(self._operator)[1]
-            across, down = (whole.rows, self._region.columns), (self._region.rows, whole.columns)
-            return Region(*(across if left else down))
-        return self._region
-
-    def _sided(self, operator: Sided) -> tuple[Tensor, bool]:
-        """The matrix as the term sees the parameter, and whether it stands left of it."""
-        if self._term.view == "swapped":
-            return operator.matrix.T, not operator.left
-        return operator.matrix, operator.left
+def by_blocks(matrix: Matrix, solved: Sequence[tuple[Columns, Tensor]]) -> Tensor:
+    """(groups, queries): `Σ C xᵀ` over some parts, for x (queries, lines, side); one scan."""
+    asked = {part.key: x.flatten(1).T for part, x in solved}
+    total = torch.zeros(matrix.groups, len(solved[0][1]), dtype=torch.float64)
+    for columns in matrix.blocks([part for part, _ in solved]):
+        x = asked[columns.key].to(columns.values)
+        total[columns.groups] += (columns.values @ x).double().cpu()
+    return total
 
 
 def _narrow(span: Span, book: Book) -> Span:
@@ -296,6 +366,14 @@ def _narrow(span: Span, book: Book) -> Span:
 
 def _cut(length: int, each: int) -> list[slice]:
     return [slice(at, min(at + each, length)) for at in range(0, length, each)]
+
+
+def _by_streams(parts: Sequence[Columns]) -> list[list[Columns]]:
+    """The parts in lists, each of books that are made of the same streams."""
+    found: dict[frozenset[str], list[Columns]] = {}
+    for part in parts:
+        found.setdefault(frozenset(part.book.terms), []).append(part)
+    return list(found.values())
 
 
 def _alike(term: Term, other: Term) -> bool:

@@ -6,7 +6,7 @@ the optimizer's memory says, wherever that was kept: no row is read for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 from dualform.ledger import Book
 from dualform.read.coefficients import Accounting
 from dualform.read.columns import Columns
+from dualform.read.cost import work_of
 from dualform.read.grouped import Grouping
-from dualform.read.matrix import Contributions
+from dualform.read.matrix import Contributions, by_blocks
 from dualform.read.replay import Moment, kept_moment, step_gradients
+from dualform.read.rowwise import row_sums
 from dualform.read.visits import Visits
 from dualform.record.optimizers import (
     BY_ROW,
@@ -46,25 +48,74 @@ class Natural:
     """
 
     def __init__(self, accounting: Accounting, grouping: Grouping) -> None:
-        self.groups, self._accounting = grouping.count, accounting
+        self.groups, self._accounting, self._grouping = grouping.count, accounting, grouping
         self._exact = Contributions(accounting, grouping)
         self._rated = Contributions(accounting, grouping, None, self._weights)
         self._sizes: dict[str, Tensor | None] = {}
 
-    def columns(self) -> Iterator[Columns]:
-        """All columns, some at a time; each is valid until the next."""
-        if isinstance(self._accounting.rule, ScalarRule):
-            yield from self._exact.columns()
+    @property
+    def books(self) -> Sequence[Book]:
+        """The parameters it is made of."""
+        return self._exact.books
+
+    def columns(self, books: Sequence[Book]) -> Iterator[Columns]:
+        """All columns of some books, some at a time; each is valid until the next."""
+        if self._by_numbers:
+            yield from self._exact.columns(books)
             return
-        sizes = {book.name: self._size(book) for book in self._exact.books}
-        turned = [book for book in self._exact.books if sizes[book.name] is None]
-        stretched = [book for book in self._exact.books if sizes[book.name] is not None]
-        for columns in self._rated.columns(stretched):
-            h = sizes[columns.book.name]
-            assert h is not None
-            yield _stretched(columns, h)
-        for book in turned:
+        for columns in self._rated.columns([b for b in books if self._size(b) is not None]):
+            yield self._stretched(columns)
+        for book in (book for book in books if self._size(book) is None):
             yield from self._turned(book)
+
+    def blocks(self, parts: Sequence[Columns]) -> Iterator[Columns]:
+        """Parts of parameters, some groups at a time; each is valid until the next."""
+        if self._by_numbers:
+            yield from self._exact.blocks(parts)
+            return
+        for columns in self._rated.blocks(parts):
+            columns.values.mul_(columns.scale)
+            yield columns
+
+    def is_large(self, book: Book) -> bool:
+        """Whether a book is better gone through some groups at a time."""
+        if self._by_numbers:
+            return self._exact.is_large(book)
+        return self._size(book) is not None and self._rated.is_large(book)
+
+    def whole(self, book: Book) -> Columns:
+        """All of a book, to be filled."""
+        found, h = self._exact.whole(book), None if self._by_numbers else self._size(book)
+        return found if h is None else replace(found, scale=found.of(h[None].sqrt())[0])
+
+    def product(self, solved: Sequence[tuple[Columns, Tensor]]) -> Tensor:
+        """(groups, queries): `Σ C xᵀ` over some parts, for x (queries, lines, side).
+
+        Row by row where that costs less: each step's rows have one weight.
+        """
+        books = list({part.book.name: part.book for part, _ in solved}.values())
+        work = work_of(self._accounting, self._grouping, books, by_numbers=True)
+        if not work.row_by_row(queries=len(solved[0][1])):
+            return by_blocks(self, solved)
+        directions = {book.name: torch.zeros(()) for book in books}
+        for part, x in solved:
+            directions[part.book.name] = directions[part.book.name] + part.back(x)
+        numbers = {book.name: self._by_step(book) for book in books}
+        found = row_sums(self._accounting, directions, self._grouping, books, numbers)
+        return torch.from_numpy(sum(found.values()))
+
+    def _by_step(self, book: Book) -> Tensor:
+        """(T + 1,): how much each step's rows count, before they are scaled."""
+        if self._by_numbers:
+            (span,) = self._accounting.spans([book])
+            numbers = span.coefficients[book.name]
+            assert isinstance(numbers, Tensor)
+            return numbers
+        return torch.cat([torch.zeros(1, dtype=torch.float64), -self._rates(book)])
+
+    @property
+    def _by_numbers(self) -> bool:
+        return isinstance(self._accounting.rule, ScalarRule)
 
     def _turned(self, book: Book) -> Iterator[Columns]:
         """Where a step turns gradients, how far it moves a parameter is seen from both."""
@@ -73,6 +124,14 @@ class Natural:
             moved, gradient = (c.values.square().mean(0).sqrt_() for c in (columns, rated))
             h = torch.where(gradient > 0, moved / gradient, 1.0).clamp_min_(SMALLEST)
             yield _divided(columns, h.sqrt_())
+
+    def _stretched(self, columns: Columns) -> Columns:
+        """Gradients as contributions `h` times as large, divided by `h^(½)`; in place."""
+        h = self._size(columns.book)
+        assert h is not None
+        scale = columns.of(h[None].sqrt())[0]
+        columns.values.mul_(scale)
+        return replace(columns, scale=scale)
 
     def _weights(self, book: Book, visits: Visits) -> Tensor:
         """Gradients as the optimizer saw them, times its learning rate."""
@@ -158,11 +217,4 @@ def in_the_end(step: Step) -> Operator:
 def _divided(columns: Columns, scale: Tensor | float) -> Columns:
     """The same in other units, in place."""
     columns.values.div_(scale)
-    return replace(columns, scale=scale)
-
-
-def _stretched(columns: Columns, h: Tensor) -> Columns:
-    """Columns of gradients as contributions `h` times as large, divided by `h^(½)`; in place."""
-    scale = columns.of(h[None].sqrt())[0]
-    columns.values.mul_(scale)
     return replace(columns, scale=scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from dualform.errors import ModelMismatchError, ReadingError
 from dualform.ledger import Declaration, Ledger, Stream
 from dualform.ledger.samples import SampleId
+from dualform.read.axes import query_axis
+from dualform.read.beside import Beside, OutputWatching, beside_rows
 from dualform.read.questions import layer_output
 from dualform.read.scan import RowColumns, widen
 from dualform.record.layers import (
@@ -21,8 +24,6 @@ from dualform.record.layers import (
     Rows,
     Seen,
     Site,
-    Watching,
-    arrangement,
     expand,
     first_tensor,
     kinds,
@@ -30,8 +31,9 @@ from dualform.record.layers import (
     sample_major,
     shared_labels,
     stream_name,
-    usual_axis,
+    tensors_in,
 )
+from dualform.record.owners import Sighting, Trial
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
 
@@ -45,34 +47,65 @@ class LayerQueries:
     """(queries, width of the keys)."""
     outputs: Tensor
     """(queries, width of the values)."""
+    beside: Beside
+    """What of them is due to parameters that left no rows."""
+    complete: bool = True
+    """Whether that is known: of a training sample, an offset's input was not recorded."""
+
+    def only(self, chosen: Sequence[int]) -> LayerQueries:
+        """Some of them."""
+        at, names = torch.tensor(chosen, dtype=torch.long), [self.names[q] for q in chosen]
+        kept = (self.inputs[at], self.outputs[at], self.beside[at])
+        return LayerQueries(names, *kept, self.complete)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One use of a layer: how many samples it saw, its rows, and what it gave beside them."""
+
+    samples: int
+    inputs: Tensor
+    beside: Beside
 
 
 def ask(
     model: nn.Module, x: Any, ledger: Ledger, weights: Mapping[str, Tensor]
 ) -> dict[str, LayerQueries]:
     """Runs the model on `x` in evaluation mode; keeps what each recorded layer sees."""
-    uses: list[Seen] = []
-    find = Finder(dict(model.named_parameters()), frozen=True)
+    uses: list[tuple[Seen, Tensor | None, list[Sighting]]] = []
+    parameters = dict(model.named_parameters())
+    find = Finder(parameters, frozen=True)
     training = [module for module in model.modules() if module.training]
     hooks = [*shared_labels(model, find), *packing_order(model, find)]
     try:
-        with torch.no_grad(), Watching(find, kinds(), uses.append):
+        model.eval()  # asking must neither be random nor change the model
+        usual, given = query_axis(model, x), first_tensor(x)
+        samples = 0 if given is None else given.shape[min(usual, given.ndim - 1)]
+        trial = Trial.of(samples, list(tensors_in(x)), usual)
+
+        def take(use: Seen, output: Tensor | None) -> None:
+            uses.append((use, output, [] if trial is None else trial.observe(use)))
+
+        with torch.no_grad(), OutputWatching(find, kinds(), take):
             args, kwargs = arguments(x)
-            model.eval()(*args, **kwargs)  # asking must neither be random nor change the model
+            with nullcontext() if trial is None else trial.twins:
+                model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
         for module in training:
             module.training = True
-    given, usual = first_tensor(x), usual_axis(model)
-    samples = 0 if given is None else given.shape[min(usual, given.ndim - 1)]
-    seen: dict[str, list[tuple[int, Tensor]]] = {}
+    if trial is not None:
+        trial.close()
+    seen: dict[str, list[Call]] = {}
     with torch.no_grad():
-        for rows in (rows for use in uses for rows in use.rows(None)):
-            stream = _stream_of(rows, ledger)
-            if stream is not None:
-                count, records = _records(rows, stream, samples, usual)
-                seen.setdefault(stream.name, []).append((count, expand(stream, records, None)[0]))
+        for use, output, sightings in uses:
+            for at, rows in enumerate(use.rows(None)):
+                stream = _stream_of(rows, ledger)
+                if stream is not None:
+                    stretch = _stretch(rows, sightings[at] if sightings else None, samples)
+                    made = _call(rows, output, stream, samples, stretch, parameters, ledger)
+                    seen.setdefault(stream.name, []).append(made)
     return {name: _queries(ledger, name, calls, weights) for name, calls in seen.items()}
 
 
@@ -90,9 +123,12 @@ def _stream_of(rows: Rows, ledger: Ledger) -> Stream | None:
         stream = declared.stream
         same = stream.name == base or stream.name.startswith((f"{base}[", f"{base}@"))
         if same and _fits(declared, site):
-            if stream.keys == shape or not stream.layout:
+            if stream.keys == shape:
                 return stream
-            found = found or replace(stream, keys=shape)
+            if stream.layout:
+                found = found or replace(stream, keys=shape)
+            elif not math.prod(stream.keys):  # an offset: its keys do not matter
+                found = found or stream
     return found
 
 
@@ -103,17 +139,44 @@ def _fits(declared: Declaration, site: Site) -> bool:
     )
 
 
-def _records(rows: Rows, stream: Stream, samples: int, usual: int) -> tuple[int, Tensor]:
-    """How many samples there are, and the records, sample by sample."""
-    keys, dims = rows.keys.detach().cpu(), rows.site.key_dims
-    lead = keys.shape[: keys.ndim - dims]
-    stretch = arrangement(lead, samples, rows.site.axis, dims > 0, usual)
-    if stretch is None:  # no dimension counts samples: each entry of the first stands for itself
+def _stretch(rows: Rows, sighting: Sighting | None, samples: int) -> int | None:
+    """How many neighboring rows belong to one sample; None where they belong to none, or anyhow."""
+    lead = tuple(rows.keys.shape[: rows.keys.ndim - rows.site.key_dims])
+    if samples == 1:
+        return math.prod(lead)
+    pattern = None if sighting is None else sighting.finding.pattern
+    return None if pattern is None else pattern.stretch(lead, samples)
+
+
+def _call(
+    rows: Rows,
+    output: Tensor | None,
+    stream: Stream,
+    samples: int,
+    stretch: int | None,
+    parameters: Mapping[str, Tensor],
+    ledger: Ledger,
+) -> Call:
+    """A use as queries, sample by sample."""
+    site, keys = rows.site, rows.keys.detach().cpu()
+    lead = keys.shape[: keys.ndim - site.key_dims]
+    if stretch is None:  # each entry of the first dimension stands for itself
         samples = lead[0] if lead else 1
         stretch = math.prod(lead) // max(1, samples)
+    records = sample_major(keys[None], samples, stretch, site.key_dims)
+    given = None
+    if output is not None:
+        shape = tuple(output.shape[output.ndim - site.value_dims :])
+        wide = output.cpu().reshape(*lead, *shape)
+        given = sample_major(wide[None], samples, stretch, site.value_dims)
+        stream = replace(stream, values=shape)  # an image may be of another size today
+    inputs, outputs = expand(stream, records, given)
+    width = stream.values[0] if stream.layout else math.prod(stream.values)
+    recorded = ledger.info.terms_of(stream.name)
+    beside = beside_rows(rows, recorded, inputs, outputs, parameters, ledger, width)
     if not math.prod(stream.keys):  # recorded as an offset: the weight was frozen then
-        return samples, keys.new_zeros(math.prod(lead), 0)
-    return samples, sample_major(keys[None], samples, stretch, dims)
+        inputs = inputs[:, :0]
+    return Call(samples, inputs, beside)
 
 
 def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -135,23 +198,26 @@ def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _queries(
     ledger: Ledger,
     name: str,
-    calls: list[tuple[int, Tensor]],
+    calls: Sequence[Call],
     weights: Mapping[str, Tensor],
 ) -> LayerQueries:
     """All rows of all calls; named by sample, and by position and call where there are several."""
     names: list[str] = []
-    for call, (count, rows) in enumerate(calls):
-        suffix = f" (call {call + 1})" if len(calls) > 1 else ""
-        places = len(rows) // max(1, count)
+    for number, call in enumerate(calls):
+        suffix = f" (call {number + 1})" if len(calls) > 1 else ""
+        places = len(call.inputs) // max(1, call.samples)
         names += [
             (f"{sample}[{at}]" if places > 1 else f"{sample}") + suffix
-            for sample in range(count)
+            for sample in range(call.samples)
             for at in range(places)
         ]
-    inputs = torch.cat([rows for _, rows in calls])
-    info = ledger.info
-    outputs = layer_output(info.stream(name), info.terms_of(name), weights, inputs)
-    return LayerQueries(names, inputs, outputs)
+    inputs, info = torch.cat([call.inputs for call in calls]), ledger.info
+    beside = Beside(
+        torch.cat([call.beside.initial for call in calls]),
+        torch.cat([call.beside.by_step for call in calls]),
+    )
+    by_row = layer_output(info.stream(name), info.terms_of(name), weights, inputs)
+    return LayerQueries(names, inputs, by_row + beside.total, beside)
 
 
 def last_seen(
@@ -171,8 +237,11 @@ def last_seen(
             for name, keys in zip(names, rows, strict=True)
             for at in range(len(keys))
         ]
-        outputs = layer_output(stream, ledger.info.terms_of(stream.name), weights, inputs)
-        found[stream.name] = LayerQueries(labels, inputs, outputs)
+        terms = ledger.info.terms_of(stream.name)
+        outputs = layer_output(stream, terms, weights, inputs)
+        nothing = Beside.nothing(*outputs.shape)  # as far as the run knows
+        complete = any(term.form != "sum" for term in terms.values())
+        found[stream.name] = LayerQueries(labels, inputs, outputs, nothing, complete)
     return found
 
 

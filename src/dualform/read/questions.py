@@ -29,11 +29,12 @@ def layer_output(
     total = torch.zeros(len(keys), width, dtype=torch.float64)
     for book, term in terms.items():
         matrix = as_matrix(parameters[book].double(), term.view, term.groups)
-        total += _one_output(term, matrix, keys, width)
+        total += term_output(term, matrix, keys, width)
     return total
 
 
-def _one_output(term: Term, matrix: Tensor, keys: Tensor, width: int) -> Tensor:
+def term_output(term: Term, matrix: Tensor, keys: Tensor, width: int) -> Tensor:
+    """(queries, outputs), or one for all: what one parameter, seen as a matrix, makes of keys."""
     top, left = term.at
     if term.form == "lookup":
         return matrix[keys[:, 0] + top, left : left + width]

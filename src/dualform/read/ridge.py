@@ -9,7 +9,7 @@ is not dropped: there the matrix is taken for a multiple of the identity, its me
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
+from dualform.ledger import Book
 from dualform.read.columns import Columns
+from dualform.read.grams import bands, line_grams
 from dualform.read.matrix import Matrix
 from dualform.read.sparse import SparseLines
 
@@ -29,7 +31,7 @@ RANK = 512
 """How many leading directions are kept beyond that."""
 WELL_CONDITIONED = 1 << 14
 """Up to this ratio of its trace to λ a line is solved in the precision of its contributions."""
-KEPT_BYTES = 256 << 20
+KEPT_BYTES = 1 << 30
 """How much of what does not depend on the queries is kept for the next of them."""
 
 
@@ -187,22 +189,53 @@ class Lines:
         return self._left[damping]
 
     def solve(self, matrix: Matrix, directions: Mapping[str, Tensor], damping: float) -> Tensor:
-        """(samples, queries): `Σ C (1 + CᵀC/λ)⁻¹ g`, in one scan."""
+        """(samples, queries): `Σ C (1 + CᵀC/λ)⁻¹ g`.
+
+        In one scan, where the samples' contributions to a book fit into memory; else in two.
+        """
         queries = len(next(iter(directions.values())))
         total = torch.zeros(matrix.groups, queries, dtype=torch.float64)
         sums = _Sums()
-        for columns in matrix.columns():
+        large = [book for book in matrix.books if self._is_large(matrix, book)]
+        for columns in matrix.columns([book for book in matrix.books if book not in large]):
             asked = columns.lines(columns.of(directions[columns.book.name]))
             C = columns.lines(columns.values)
             sparse = SparseLines.of(C) if self._exact(C) else None
-            ridges = self._ridges(columns, C, sparse)
-            damped: Iterable[Damped] = (ridge.damped(damping) for ridge in ridges)
-            if damping not in self._left:
-                damped = map(sums.add, damped)
+            damped = self._damped(self._ridges(columns, C, sparse), damping, sums)
             total += _solved(C, sparse, asked, damped)
+        solved: list[tuple[Columns, Tensor]] = []
+        for band in bands([matrix.whole(book) for book in large]):
+            for part, ridges in self._band_ridges(matrix, band):
+                asked = part.lines(part.of(directions[part.book.name]))
+                _solve_lines(asked, self._damped(ridges, damping, sums))
+                solved.append((part, asked))
+        if solved:
+            total += matrix.product(solved)
         if damping not in self._left:
             self.kept, self._left[damping] = sums.shares()
         return total
+
+    def _is_large(self, matrix: Matrix, book: Book) -> bool:
+        """Whether its lines are inverted through their own side, some samples at a time."""
+        side = max(matrix.whole(book).region.shape)
+        exact = matrix.groups >= side and rank_of(side, self._rank) >= side
+        return exact and matrix.is_large(book)
+
+    def _damped(self, ridges: Iterable[Ridge], damping: float, sums: _Sums) -> Iterable[Damped]:
+        """The lines, damped one at a time; what they leave is noted where it is not known yet."""
+        damped = (ridge.damped(damping) for ridge in ridges)
+        return damped if damping in self._left else map(sums.add, damped)
+
+    def _band_ridges(
+        self, matrix: Matrix, band: Sequence[Columns]
+    ) -> Iterator[tuple[Columns, list[Ridge]]]:
+        """The lines of some parts, those that are not known yet in one scan."""
+        missing = [part for part in band if part.key not in self._known]
+        made = zip(missing, line_grams(matrix, missing) if missing else (), strict=True)
+        found = {part.key: [exact_ridge(K, matrix.groups) for K in grams] for part, grams in made}
+        for part in band:
+            known = self._known.get(part.key) or self._keep(part, found[part.key])
+            yield part, known
 
     def _exact(self, C: Tensor) -> bool:
         """Whether lines are inverted exactly, through their own side."""
@@ -210,14 +243,14 @@ class Lines:
 
     def _ridges(self, columns: Columns, C: Tensor, sparse: SparseLines | None) -> list[Ridge]:
         """One for each line; known ones are not made again."""
-        key = (columns.book.name, columns.region.rows.start, columns.region.columns.start)
-        if key not in self._known:
-            ridges = self._made(C, sparse)
-            size = sum(r.M.nbytes + (0 if r.Q is None else r.Q.nbytes) for r in ridges)
-            if self._bytes + size > KEPT_BYTES:
-                return ridges
-            self._known[key], self._bytes = ridges, self._bytes + size
-        return self._known[key]
+        return self._known.get(columns.key) or self._keep(columns, self._made(C, sparse))
+
+    def _keep(self, part: Columns, ridges: list[Ridge]) -> list[Ridge]:
+        """Keeps the lines for the next queries, if there is room."""
+        size = sum(r.M.nbytes + (0 if r.Q is None else r.Q.nbytes) for r in ridges)
+        if self._bytes + size <= KEPT_BYTES:
+            self._known[part.key], self._bytes = ridges, self._bytes + size
+        return ridges
 
     def _made(self, C: Tensor, sparse: SparseLines | None) -> list[Ridge]:
         if sparse is not None:
@@ -241,11 +274,16 @@ def _solved(
     if not _tall(C):
         lines = zip(C.unbind(1), asked.unbind(1), damped, strict=True)
         return torch.stack([one.solve(line @ g.T).double() for line, g, one in lines]).sum(0)
-    for g, one in zip(asked.unbind(1), damped, strict=True):
-        g.copy_(one.solve(g.T).T)
+    _solve_lines(asked, damped)
     if sparse is not None:
         return sparse.times(asked).double().cpu()
     return (C.flatten(1) @ asked.flatten(1).T).double().cpu()
+
+
+def _solve_lines(asked: Tensor, damped: Iterable[Damped]) -> None:
+    """(queries, lines, side) as `(1 + CᵀC/λ)⁻¹` makes it, in place."""
+    for g, one in zip(asked.unbind(1), damped, strict=True):
+        g.copy_(one.solve(g.T).T)
 
 
 def rank_of(side: int, rank: int | None) -> int:

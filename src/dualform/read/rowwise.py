@@ -10,29 +10,36 @@ from torch import Tensor
 
 from dualform.ledger import Book
 from dualform.memory.blocks import Bilinear, as_matrix
-from dualform.read.contributions import Source, row_answers
+from dualform.read.coefficients import Accounting, Span
+from dualform.read.contributions import row_answers
 from dualform.read.grouped import Grouping
 from dualform.read.scores import Array
 
 
 def row_sums(
-    source: Source,
+    accounting: Accounting,
     directions: Mapping[str, Tensor],
     grouping: Grouping,
     books: Sequence[Book] | None = None,
+    numbers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Array]:
     """(groups, queries) for each book: what the rows of each group answer to directions.
 
     >>> from dualform.testing import tiny_run
     >>> run, model, x = tiny_run()
-    >>> source, grouping = run.spotlight(model, x[:1])["2"].source, Grouping.by_step(run.steps)
+    >>> accounting, grouping = run.source.accounting, Grouping.by_step(run.steps)
     >>> directions = {name: weight[None] for name, weight in run.state_dict().items()}
-    >>> row_sums(source, directions, grouping)["2.bias"].shape
+    >>> row_sums(accounting, directions, grouping)["2.bias"].shape
     (7, 1)
+
+    Args:
+        numbers: (steps + 1,) for each book, how much a row counts by its step; by default, as the
+            optimizer made it count.
     """
-    chosen = [book for book in (books or source.ledger.info.books) if book.terms]
-    sums = {book.name: _zeros(grouping, directions[book.name], source.device) for book in chosen}
-    for chunk, found in row_answers(source, chosen, partial(_question, directions)):
+    chosen = [book for book in (books or accounting.ledger.info.books) if book.terms]
+    sums = {b.name: _zeros(grouping, directions[b.name], accounting.device) for b in chosen}
+    spans = None if numbers is None else [Span(1, accounting.until, dict(numbers))]
+    for chunk, found in row_answers(accounting, chosen, partial(_question, directions), spans):
         groups = grouping.of_chunk(chunk)
         for name, part in found.items():
             sums[name].index_add_(0, groups, part.double())

@@ -29,7 +29,7 @@ from dualform.read.scores import Scores
 from dualform.read.shown import Shown, columns, framed, moment
 from dualform.read.spotlight import Spotlight, nothing_by_row, unknown_layer
 from dualform.read.suspicion import make_suspicion
-from dualform.read.targets import Asked, Target
+from dualform.read.targets import Target
 from dualform.read.timeline import Bins, Timeline
 from dualform.read.weights import reconstruct, row_parts
 
@@ -289,14 +289,17 @@ class Run(Shown):
     def without(
         self, ids: Sequence[SampleId], model: nn.Module, x: Any, target: Target = None
     ) -> Removal:
-        """What becomes of predictions without these samples: their rows forgotten, or retrained.
+        """Predictions without these samples: an account of them, and an estimate of retraining.
+
+        The account takes away what the samples added. That is not what training without them would
+        have led to, since others would have done part of the same; the estimate is about that.
 
         Args:
             x, target: as in `explain`.
         """
-        forgotten, influence = self.forget(ids), self.influence(model, x, target)
-        asked, named = Asked(model, x, target), plain_list(ids)
-        return make_removal(asked, named, self._weights, forgotten, influence)
+        self._numbers(ids)  # refuses samples that are not in this run
+        explanation = self.explain(model, x, target)
+        return make_removal(plain_list(ids), explanation, self.influence(model, x, target))
 
     def __rich__(self) -> Group:
         table = columns(("fact", "value"), words=("fact", "value"))

@@ -80,8 +80,9 @@ class Reading(Shown):
     >>> reading = run.spotlight(model, x[:2], output=1)["2"]
     >>> reading.samples().values.shape
     (8, 2)
-    >>> parts = reading.initial + reading.samples().values.sum(0) + reading.remainder
-    >>> bool(abs(parts - model(x[:2])[:, 1].detach().numpy()).max() < 1e-6)
+    >>> parts = reading.initial + reading.samples().values.sum(0) + reading.booked_by_step
+    >>> output = model(x[:2])[:, 1].detach().numpy()
+    >>> bool(abs(parts + reading.remainder - output).max() < 1e-6)
     True
     """
 
@@ -123,10 +124,9 @@ class Reading(Shown):
 
     def only(self, queries: Sequence[int]) -> Reading:
         """The same reading of some queries: of one token or patch, where an input has several."""
-        at, all_of_them = torch.tensor(queries), self.queries
-        names, asked = ([listed[q] for q in queries] for listed in (all_of_them.names, self.asked))
-        kept = LayerQueries(names, all_of_them.inputs[at], all_of_them.outputs[at])
-        return Reading(self.layer, kept, self.directions[at], asked, self.source)
+        asked = [self.asked[query] for query in queries]
+        directions = self.directions[torch.tensor(queries)]
+        return Reading(self.layer, self.queries.only(queries), directions, asked, self.source)
 
     def keys_only(self) -> Scores:
         """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""
@@ -166,8 +166,16 @@ class Reading(Shown):
 
     @property
     def initial(self) -> Array:
-        """(queries,): the share of the weights training started from."""
+        """(queries,): the share of the weights training started from, frozen ones among them."""
         return self.check.initial
+
+    @property
+    def booked_by_step(self) -> Array:
+        """(queries,): the share of what was booked by step, of no sample.
+
+        A weight that is computed from such parameters is part of it as a whole.
+        """
+        return self.check.steps
 
     @property
     def remainder(self) -> Array:
@@ -176,7 +184,11 @@ class Reading(Shown):
 
     @property
     def total(self) -> Array:
-        """(queries,): the layer's output, in float64."""
+        """(queries,): the layer's output, in float64.
+
+        Of a training sample (`revisit`) in a layer of which only an offset left rows, that offset:
+        what else the layer gave is not recorded.
+        """
         return self.check.total
 
     @cached_property
@@ -187,9 +199,11 @@ class Reading(Shown):
     def checked(self, evidence: Array) -> Check:
         """The check, where the sum of all contributions is known already: no scan."""
         accounting = self.source.accounting
-        initial = self._applied(lambda book: initial_part(accounting, book))
-        steps = self._applied(lambda book: step_part(accounting, book))
+        before, since = self.queries.beside.initial, self.queries.beside.by_step
+        initial = self._applied(lambda book: initial_part(accounting, book)) + self._along(before)
+        steps = self._applied(lambda book: step_part(accounting, book)) + self._along(since)
         total = self._applied(lambda book: self.source.weights[book.name].double())
+        total = total + self._along(before + since)
         return Check(initial, evidence, steps, total - initial - steps - evidence, total)
 
     def __rich__(self) -> Group:
@@ -199,7 +213,8 @@ class Reading(Shown):
             lines = self.check.lines(at)
             table.add_row(Text(name), *(signed(lines[part]) for part in shown))
         note = f"12 of {len(self.names)} queries shown" if len(self.names) > 12 else ""
-        return framed(f"layer {self.layer}: its output, and what it is made of", table, note)
+        what = "its output" if self.queries.complete else "what its recorded offset adds"
+        return framed(f"layer {self.layer}: {what}, and what it is made of", table, note)
 
     @cached_property
     def _rows(self) -> LayerRows:
@@ -253,6 +268,11 @@ class Reading(Shown):
         """(queries,): a part of the layer's parameters, applied to the queries."""
         applied: Array = self._rows.applied(part).numpy()
         return applied
+
+    def _along(self, outputs: Tensor) -> Array:
+        """(queries,): the outputs that are asked about."""
+        along: Array = (self.directions * outputs).sum(1).numpy()
+        return along
 
     def _scores(self, values: Array, title: str) -> Scores:
         source = self.source

@@ -12,11 +12,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dualform.errors import ReadingError
+from dualform.read.axes import query_axis, select
 from dualform.read.queries import arguments
-from dualform.record.layers import first_tensor, usual_axis
+from dualform.record.layers import first_tensor
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 Target: TypeAlias = (
@@ -52,11 +53,11 @@ class Asked:
                 "torch.as_tensor(x) makes one of an array."
             )
         self.model = model
-        self.axis = min(usual_axis(model), given.ndim - 1)
+        arguments(x)  # refuses what is no input
+        self._x = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)
+        self.axis = query_axis(model, self._x)
         """Which dimension of x counts the queries."""
         self.count = int(given.shape[self.axis])
-        leaves, self._tree = tree_flatten(x)
-        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._together = TOGETHER
         self._target, self._labels, asked = self._read(target)
         self.names = [f"{query}: {words}" for query, words in enumerate(asked)]
@@ -69,8 +70,7 @@ class Asked:
 
     def inputs(self, queries: Sequence[int]) -> Any:
         """Some queries, in the form of x."""
-        at = torch.tensor(queries)
-        return tree_unflatten([self._chosen(leaf, at) for leaf in self._leaves], self._tree)
+        return select(self._x, self.axis, self.count, torch.tensor(queries))
 
     def output(self, call: Callable[..., Any], queries: Sequence[int]) -> Any:
         """What the model gives for some queries."""
@@ -104,14 +104,6 @@ class Asked:
                 "whose output has a batch of 1. Sum or choose: target=lambda out: out[0, 3]."
             )
         return value.reshape(())
-
-    def _chosen(self, leaf: Any, queries: Tensor) -> Any:
-        """The entries of some queries, where an argument has one for each."""
-        if not isinstance(leaf, Tensor) or not leaf.ndim:
-            return leaf
-        axis = min(self.axis, leaf.ndim - 1)
-        every = leaf.shape[axis] == self.count
-        return leaf.index_select(axis, queries.to(leaf.device)) if every else leaf
 
     def _separable(self) -> bool:
         """Whether queries that are asked together get the numbers they get alone.

@@ -22,14 +22,14 @@ from dualform.ledger.tensors import Entry, TensorFile
 from dualform.read.scan import RowColumns, widen
 from dualform.record.layers import expand, positions
 
-GATHERED_BYTES = 192 << 20
+GATHERED_BYTES = 512 << 20
 """How many bytes of records are gathered at a time."""
 CACHED_BYTES = 8 << 20
 """How many bytes of rows are made of them at a time, so that a processor's cache holds them."""
 LARGE_BYTES = 16 << 10
 """Visits of so many bytes are read one by one: copying them costs more than asking for each."""
-GAP_BYTES = 4096
-"""Up to how many bytes between two visits are read along, rather than skipped."""
+GAP_BYTES = 16 << 10
+"""Up to how many bytes between two visits are read along: to ask once more costs as much."""
 ALIGNED = 64
 
 Places = NDArray[np.int64]
@@ -83,7 +83,8 @@ class Visits:
         counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
         self._file = torch.arange(len(parts)).repeat_interleave(counts)
         empty = torch.zeros(4, 0, dtype=torch.long)
-        self._start, self._records, self.steps, self.samples = torch.cat([empty, *parts], 1)
+        self._start, self.records, self.steps, self.samples = torch.cat([empty, *parts], 1)
+        """Of each visit: its first record, how many it has, its step and its sample."""
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -91,7 +92,7 @@ class Visits:
     @property
     def rows(self) -> Tensor:
         """(visits,): how many rows each has."""
-        return torch.mul(self._records, self._each)
+        return torch.mul(self.records, self._each)
 
     @cached_property
     def together(self) -> int:
@@ -101,7 +102,7 @@ class Visits:
     @property
     def nbytes(self) -> int:
         """How many bytes those have, at most."""
-        records = min(int(self._records.sum()), self.together * self._longest)
+        records = min(int(self.records.sum()), self.together * self._longest)
         return records * self._record_bytes + 2 * ALIGNED
 
     @cached_property
@@ -114,7 +115,7 @@ class Visits:
 
     @property
     def _longest(self) -> int:
-        return int(self._records.max()) if len(self) else 1
+        return int(self.records.max()) if len(self) else 1
 
     @property
     def _record_bytes(self) -> int:
@@ -137,18 +138,27 @@ class Visits:
         self, parts: Sequence[Tensor], with_keys: bool = True
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The rows of some visits after others, keys and values; valid until the next."""
-        chosen = torch.cat(list(parts))
+        stored, begin = self.load(torch.cat(list(parts)), with_keys), 0
+        for part in parts:
+            end = begin + int(self.records[part].sum())
+            yield self.made(stored, begin, end)
+            begin = end
+
+    def load(self, chosen: Tensor, with_keys: bool = True) -> list[Tensor]:
+        """The records of some visits, one visit after the other: keys, if needed, and values."""
         sides = (0, 1) if with_keys or self.stream.layout else (1,)
-        stored = self._gathered([self._arrays(int(self._records[chosen].sum()))[s] for s in sides])
+        stored = self._gathered([self._arrays(int(self.records[chosen].sum()))[s] for s in sides])
         for side, into in zip(sides, stored, strict=True):
             self._fill(into, self._names[side], chosen)
-        counts = [int(self._records[part].sum()) for part in parts]
-        for records in zip(*(torch.split(array, counts) for array in stored), strict=True):
-            values = widen(records[-1])
-            keys = widen(records[0]) if len(sides) == 2 else values[:, :0]
-            rows, errors = expand(self.stream, keys, values)
-            assert errors is not None
-            yield rows, errors
+        return stored
+
+    def made(self, stored: Sequence[Tensor], begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """The rows, keys and values, of some of the records that were loaded."""
+        values = widen(stored[-1][begin:end])
+        keys = widen(stored[0][begin:end]) if len(stored) == 2 else values[:, :0]
+        rows, errors = expand(self.stream, keys, values)
+        assert errors is not None
+        return rows, errors
 
     def of_rows(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step, sample and position of each row of some visits."""
@@ -171,7 +181,7 @@ class Visits:
 
     def _fill(self, into: Tensor, name: str, chosen: Tensor) -> None:
         """The records of some visits, one visit after the other."""
-        counts, (ordered, order) = self._records[chosen], chosen.sort()
+        counts, (ordered, order) = self.records[chosen], chosen.sort()
         numbers, sizes = torch.unique_consecutive(self._file[ordered], return_counts=True)
         at, starts = (counts.cumsum(0) - counts)[order], self._start[ordered]
         columns = (torch.split(c, sizes.tolist()) for c in (at, starts, counts[order]))

@@ -66,18 +66,22 @@ class Watching(TorchFunctionMode):
             self._find.axis = before
 
 
-def when_errors_come(use: Seen, action: Callable[[Sequence[Tensor | None]], None]) -> None:
+def when_errors_come(
+    use: Seen, action: Callable[[Sequence[Tensor | None]], None]
+) -> RemovableHandle | None:
     """Hangs an action on the graph, for when the errors of a use are known.
 
-    The hook is on the node, not on the tensor, which may yet be changed in place.
+    The hook is on the node, not on the tensor, which may yet be changed in place. A hook on several
+    outputs holds their graph, which holds the hook, so the handle is to be removed in the end.
     """
     outputs = use.outputs
     use.let_go()
     if len(outputs) == 1:
-        if (node := outputs[0].grad_fn) is not None:
-            node.register_prehook(action)
-    elif any(out.grad_fn is not None for out in outputs):
-        torch.autograd.graph.register_multi_grad_hook(outputs, action)
+        node = outputs[0].grad_fn
+        return None if node is None else node.register_prehook(action)
+    if all(out.grad_fn is None for out in outputs):
+        return None
+    return torch.autograd.graph.register_multi_grad_hook(outputs, action)
 
 
 def is_single(use: Seen) -> bool:

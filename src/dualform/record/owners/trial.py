@@ -72,6 +72,12 @@ class Trial:
             for at, axis in enumerate(self._axes):
                 self._exchange(inputs, axis, at * self._main)
 
+    @classmethod
+    def of(cls, samples: int, inputs: Sequence[Tensor], usual: int) -> Trial | None:
+        """An experiment with a batch that nobody trains on; None where it has nothing to tell."""
+        chosen = [x for x in inputs if has_samples(x, samples)]
+        return cls(Batch(0, None, 0, samples), chosen, usual, 0) if samples > 1 and chosen else None
+
     def _exchange(self, inputs: Sequence[Tensor], axis: int, first: int) -> None:
         """Gives some samples the input of another, in each world."""
         for world, members in enumerate(self._members):
