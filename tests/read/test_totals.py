@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.grid.cases import CASES
-from tests.grid.grid import problem
+from tests.grid.grid import Problem, problem
 from torch import Tensor, nn
 
 import dualform
@@ -76,15 +76,27 @@ FREEZE = {
 }
 
 
-@pytest.mark.parametrize("frozen", FREEZE)
-@pytest.mark.parametrize("case", [name for name in CASES if name not in REFUSED])
-def test_the_total_is_the_layers_own_output(case: str, frozen: str, tmp_path: Path) -> None:
+def frozen_problem(case: str, frozen: str) -> tuple[Problem, list[nn.Parameter]]:
+    """A case of the grid with some parameters frozen, and those that are not."""
     given = problem(case, torch.float64)
     for parameter in given.model.parameters():
         parameter.requires_grad_(parameter.requires_grad and not FREEZE[frozen](parameter))
-    trained = [p for p in given.model.parameters() if p.requires_grad]
-    if not trained:
-        return  # nothing is recorded of it
+    return given, [p for p in given.model.parameters() if p.requires_grad]
+
+
+TRAINED = [
+    (case, frozen)
+    for case in CASES
+    if case not in REFUSED
+    for frozen in FREEZE
+    if frozen_problem(case, frozen)[1]
+]
+"""Where anything is left to be trained."""
+
+
+@pytest.mark.parametrize(("case", "frozen"), TRAINED)
+def test_the_total_is_the_layers_own_output(case: str, frozen: str, tmp_path: Path) -> None:
+    given, trained = frozen_problem(case, frozen)
     made, loop = torch.optim.SGD(trained, lr=0.01), Loop(steps=3, batch=6)
     train(given.model, made, given.x, given.y, loop, tmp_path / "run", given.loss)
     run = dualform.open(tmp_path / "run")

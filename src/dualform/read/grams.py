@@ -52,8 +52,10 @@ def _cut(whole: Columns) -> list[Columns]:
 
 def line_grams(matrix: Matrix, band: Sequence[Columns]) -> list[Tensor]:
     """(lines, side, side) for each part: `CᵀC` of each of its lines; one scan."""
-    found = {part.key: _zeros(part) for part in band}
+    found: dict[tuple[str, int, int], Tensor] = {}
     for columns in matrix.blocks(band):
+        if columns.key not in found:
+            found[columns.key] = _zeros(columns)
         _add_grams(found[columns.key], columns.lines(columns.values))
     for grams in found.values():
         _mirror(grams)
@@ -62,19 +64,19 @@ def line_grams(matrix: Matrix, band: Sequence[Columns]) -> list[Tensor]:
 
 def _zeros(part: Columns) -> Tensor:
     shorter, longer = sorted(part.region.shape)
-    return torch.zeros(shorter, longer, longer)
+    return part.values.new_zeros(shorter, longer, longer)
 
 
 def _add_grams(grams: Tensor, C: Tensor) -> None:
     """Adds `CᵀC` of each line, for C (groups, lines, side); only below the diagonal."""
     sparse = SparseLines.of(C)
     if sparse is not None:
-        grams += sparse.grams().to(grams)
+        grams += sparse.grams()
         return
     lines = C.transpose(0, 1)
     for rows, columns in _below(C.shape[2]):
         target = grams[:, rows, columns]
-        target += torch.bmm(lines[:, :, rows].mT, lines[:, :, columns]).to(grams)
+        target += torch.bmm(lines[:, :, rows].mT, lines[:, :, columns])
 
 
 def _mirror(grams: Tensor) -> None:

@@ -74,7 +74,7 @@ class Natural:
             yield from self._exact.blocks(parts)
             return
         for columns in self._rated.blocks(parts):
-            columns.values.mul_(columns.scale)
+            columns.values.mul_(torch.as_tensor(columns.scale).to(columns.values))
             yield columns
 
     def is_large(self, book: Book) -> bool:
@@ -111,7 +111,8 @@ class Natural:
             numbers = span.coefficients[book.name]
             assert isinstance(numbers, Tensor)
             return numbers
-        return torch.cat([torch.zeros(1, dtype=torch.float64), -self._rates(book)])
+        rates = torch.cat([torch.zeros(1, dtype=torch.float64), -self._rates(book)])
+        return rates.to(self._accounting.device)
 
     @property
     def _by_numbers(self) -> bool:
