@@ -25,8 +25,6 @@ QUERIES = [2, 0, 1]
 
 DIRECT = {
     "EmbeddingBag, max": {"weight"},
-    "Weight norm": {"parametrizations.weight.original0", "parametrizations.weight.original1"},
-    "Orthogonal": {"parametrizations.weight.original"},
     "Checkpointing, reentrant": {
         "block.0.weight",
         "block.0.bias",
@@ -34,9 +32,8 @@ DIRECT = {
         "block.2.bias",
     },
 }
-"""What is differentiated query by query. A maximum is no sum of rows, and a parametrization's
-parameters are no layer's weights: both are booked by step as well. A reentrant checkpoint makes its
-calls in the backward pass, when nobody looks."""
+"""What is differentiated query by query. A maximum is no sum of rows, and is booked by step as well.
+A reentrant checkpoint makes its calls in the backward pass, when nobody looks."""
 REFUSED = "Embedding, max_norm"
 """It changes its weights when it is called; see the tests of bad input."""
 

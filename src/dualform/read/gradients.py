@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -209,11 +210,16 @@ class Gradients:
 
     def _rows(self, queries: Sequence[int]) -> list[Part]:
         """The rows of all queries."""
-        seen: list[tuple[Seen, Sequence[Tensor | None]]] = []
+        parts: list[Part] = []
         hooks: list[RemovableHandle | None] = []
 
+        def add(use: Seen, errors: Sequence[Tensor | None]) -> None:
+            with torch.no_grad():  # now, while the graph of a computed weight is still there
+                for rows in use.rows(errors):
+                    parts.extend(self._parts(rows, len(queries)))
+
         def take(use: Seen) -> None:
-            hooks.append(when_errors_come(use, lambda errors: seen.append((use, errors))))
+            hooks.append(when_errors_come(use, partial(add, use)))
 
         try:
             with _differentiable():
@@ -221,14 +227,12 @@ class Gradients:
                     output = self._asked.output(self._model, queries)
                 value = self._asked.asked_of(output, queries).sum()
             self._backward(value)
-            rows = [rows for use, errors in seen for rows in use.rows(errors)]
-            return [p for r in rows for p in self._parts(r, len(queries))]
+            return parts
         finally:
-            # The graph's hooks hold what was seen, whose inputs' history is the graph: a circle
-            # that Python does not see, so that it has to be broken by hand.
+            # The graph's hooks hold uses, whose inputs' history is the graph: a circle that
+            # Python does not see, so that it has to be broken by hand.
             for hook in filter(None, hooks):
                 hook.remove()
-            seen.clear()
             self._find.recent.clear()
 
     def _gradients(self, value: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
