@@ -224,7 +224,7 @@ def spectral_use(
     groups: int,
     shares: Callable[[Tensor], Tensor],
 ) -> Seen:
-    """The rows that come of σ; `shares` makes (*lead, 1) of an error: its product with the output."""
+    """The rows that come of σ; `shares` makes (*lead, 1) of an error: its part along the output."""
     P = made.original
     terms = {P.book: Term("outer", made.view, groups)}
     site = find.site(("sigma", place(P), groups), lambda: Site(P.label, terms, aside=True))
