@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix
+from dualform.record.layers.computed import mark_given
 from dualform.record.layers.private import WEIGHT_NORM
 from dualform.record.layers.use import (
     Finder,
@@ -28,7 +29,6 @@ from dualform.record.layers.use import (
     Site,
     Split,
     book_terms,
-    mark_given,
     named,
     place,
 )
