@@ -60,7 +60,9 @@ which may be 1e-2. The largest over all optimizers:
 {half}
 
 Recurrent layers are computed again, without autocast, to see their time steps; the gradients of
-their kernels are not the sum of those, and the parameters are kept by step. Rprop and Lion follow
+their kernels are not the sum of those, and the parameters are kept by step. So are parameters that
+a weight is computed from, except by a spectral norm: the weight's gradient is rounded before it
+goes on to them. Rprop and Lion follow
 the sign of a gradient, and rounding it to or across zero counts as a whole step: they are replayed
 from the sums of rows as the kernel rounded them, and leave at most {signs}. Above 1e-2: {over}.
 

@@ -30,7 +30,8 @@ def direct(case: Case, model: nn.Module, x: Tensor) -> list[dict[str, Tensor]]:
     twin, found = case.make().double(), []
     twin.load_state_dict(model.state_dict())
     shares = losses(twin, x) / SAMPLES
-    names, parameters = zip(*twin.named_parameters(), strict=True)
+    trained = {name: p for name, p in twin.named_parameters() if p.requires_grad}
+    names, parameters = zip(*trained.items(), strict=True)
     for share in shares:
         gradients = torch.autograd.grad(
             share, parameters, retain_graph=True, materialize_grads=True

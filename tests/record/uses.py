@@ -90,6 +90,9 @@ CONTRACTIONS = {
     "a part": using(
         lambda s, x: torch.einsum("bd,edo->beo", x, s.w[1:, 1:]).flatten(1), (4,), 8, w=(3, 5, 4)
     ),
+    "numbered": using(
+        lambda s, x: torch.einsum(x, [0, 1], s.w, [1, 2], [0, 2]), (5,), 4, w=(5, 4)
+    ),
     "tensordot": using(lambda s, x: torch.tensordot(x, s.w, 2), (2, 3), 4, w=(2, 3, 4)),
     "tensordot of dimensions": using(
         lambda s, x: torch.tensordot(x, s.w, ([-1], [1])), (5,), 4, w=(4, 5)
@@ -151,6 +154,12 @@ def old_weight_norm(layer: nn.Module, **options: int) -> nn.Module:
         return nn.utils.weight_norm(layer, **options)
 
 
+def fixed_length() -> nn.Module:
+    layer = parametrizations.weight_norm(nn.Linear(5, 3, bias=False))
+    layer.parametrizations.weight.original0.requires_grad_(False)
+    return layer
+
+
 def norms(normed: Callable[[nn.Module], nn.Module]) -> Case:
     """Every layer of a model with convolutions normalized."""
 
@@ -209,6 +218,7 @@ NORMS = {
     "weight norm of tokens": tokens_normed(parametrizations.weight_norm),
     "weight norm, one for all": tokens_normed(partial(parametrizations.weight_norm, dim=None)),
     "weight norm, by input": tokens_normed(partial(parametrizations.weight_norm, dim=1)),
+    "weight norm, of a fixed length": Case(fixed_length, (5,)),
     "weight norm by hooks": norms(old_weight_norm),
     "weight norm of tokens by hooks": tokens_normed(old_weight_norm),
     "spectral norm": norms(parametrizations.spectral_norm),

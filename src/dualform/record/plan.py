@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from dualform.errors import RecordingError
 from dualform.ledger import Book
 from dualform.record.layers import is_scripted
+from dualform.record.layers.computed import computed_weight
 from dualform.record.layers.derived import LARGEST
-from dualform.record.layers.use import computed_weight
 from dualform.record.optimizers import Rule, why_observed
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix
+from dualform.record.layers.computed import mark_given
 from dualform.record.layers.private import WEIGHT_NORM
 from dualform.record.layers.use import (
     Finder,
@@ -28,7 +29,6 @@ from dualform.record.layers.use import (
     Site,
     Split,
     book_terms,
-    mark_given,
     named,
     place,
 )
@@ -224,7 +224,7 @@ def spectral_use(
     groups: int,
     shares: Callable[[Tensor], Tensor],
 ) -> Seen:
-    """The rows that come of σ; `shares` makes (*lead, 1) of an error: its product with the output."""  # noqa: E501
+    """The rows that come of σ; `shares` makes (*lead, 1) of an error: its part along the output."""
     P = made.original
     terms = {P.book: Term("outer", made.view, groups)}
     site = find.site(("sigma", place(P), groups), lambda: Site(P.label, terms, aside=True))

@@ -43,6 +43,21 @@ def einsum_letters(equation: str, factors: Sequence[Tensor]) -> Letters:
     return Letters(tuple(map(spelled, terms, hidden)), spelled(right, most))
 
 
+def lettered(args: Sequence[Any]) -> list[Any]:
+    """The arguments of an einsum whose dimensions are numbered, `einsum(a, [0, 1], …, [0, 2])`.
+
+    >>> lettered(["a", [0, 1], "b", [1, ...], [0, ...]])
+    ['ab,b...->a...', 'a', 'b']
+    """
+
+    def word(numbers: Sequence[Any]) -> str:
+        return "".join("..." if n is ... else string.ascii_letters[n] for n in numbers)
+
+    terms = ",".join(word(numbers) for numbers in args[1::2])
+    arrow = f"->{word(args[-1])}" if len(args) % 2 else ""
+    return [terms + arrow, *args[: len(args) // 2 * 2 : 2]]
+
+
 def matmul_letters(left: int, right: int) -> Letters:
     """The letters of `a @ b`, for factors of so many dimensions.
 

@@ -23,6 +23,7 @@ from dualform.record.layers.elementwise import offset_use
 from dualform.record.layers.letters import (
     Letters,
     einsum_letters,
+    lettered,
     matmul_letters,
     tensordot_letters,
 )
@@ -63,9 +64,7 @@ class Einsum(LayerKind):
             given = named(args, kwargs, "a b dims", dims=2)
             pair = (given["a"], given["b"])
             return product_use(find, tensordot_letters(*pair, given["dims"]), pair, out)
-        equation, *factors = args
-        if not isinstance(equation, str):
-            return None  # dimensions are numbered, not lettered
+        equation, *factors = args if isinstance(args[0], str) else lettered(args)
         if len(factors) == 1 and not isinstance(factors[0], Tensor):
             factors = list(factors[0])
         return product_use(find, einsum_letters(equation, factors), factors, out)

@@ -8,19 +8,15 @@ what the call's rows are, for `nn.Linear` as for `F.linear(x, self.w[:8])`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from dualform.ledger import Term
+from dualform.record.layers.computed import PARAMETRIZED, computed_weight, leaves
 from dualform.record.layers.extent import Block, extent
-
-PARAMETRIZED = "parametrizations."
-"""In the names of parameters that a weight is computed from."""
-GIVEN = "dualform: given by a layer"
-"""In the metadata of a node of the graph."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +232,7 @@ class Finder:
         None for what a layer gave, nor where hooks of the user's would see too many gradients.
         """
         node, owner, found = getattr(weight, "grad_fn", None), None, []
-        for leaf in () if node is None else _leaves(node):
+        for leaf in () if node is None else leaves(node):
             own = None if leaf is None else self._owner.get(id(leaf))
             if leaf is None or own is None or own != (owner or own) or leaf._backward_hooks:
                 return []
@@ -263,47 +259,6 @@ class Finder:
         except KeyError:
             site = build()
             return self._sites.setdefault(key, site if site.terms else None)
-
-
-def computed_weight(name: str, names: Iterable[str]) -> str:
-    """The weight that a parameter is there for, by the names torch gives; "" for most.
-
-    >>> computed_weight("fc.parametrizations.weight.original0", [])
-    'fc.parametrizations.weight'
-    >>> computed_weight("fc.weight_g", ["fc.weight_g", "fc.weight_v"])
-    'fc.weight'
-    >>> computed_weight("fc.weight_orig", []), computed_weight("fc.weight", [])
-    ('fc.weight', '')
-    """
-    head, mark, rest = name.partition(PARAMETRIZED)
-    if mark:
-        return head + mark + rest.partition(".")[0]
-    if name.endswith("_orig"):
-        return name.removesuffix("_orig")
-    stem = name[:-2]
-    pair = {f"{stem}_g", f"{stem}_v"}
-    return stem if name in pair and pair <= set(names) else ""
-
-
-def _leaves(node: Any) -> Iterator[Tensor | None]:
-    """The tensors that a graph begins with, each once; None for what a layer gave."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        node = waiting.pop()
-        if GIVEN in node.metadata:
-            yield None
-        if hasattr(node, "variable"):
-            yield node.variable
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        waiting += new
-
-
-def mark_given(out: Tensor) -> None:
-    """Marks what a layer gave, so that nothing made of it is taken for a computed weight."""
-    if out.grad_fn is not None:
-        metadata: Any = out.grad_fn.metadata
-        metadata[GIVEN] = True
 
 
 def _distinct(tensor: Tensor) -> bool:
