@@ -224,7 +224,7 @@ def test_a_disk_that_fills(small_disk: Path) -> None:
         pytest.raises(
             LedgerError, match=r"is full .*The run is readable up to step \d+; make room"
         ),
-        dualform.record(model, optimizer, path) as recorder,
+        dualform.record(model, optimizer, path, strict=True) as recorder,
     ):
         for _ in range(400):
             model(torch.randn(32, 64)).square().mean().backward()

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from dualform.ledger import Declaration, Stream
 from dualform.ledger.samples import SampleId, check_ids, listed
 from dualform.memory.blocks import matrix_shape
+from dualform.record.guard import Guard
 from dualform.record.layers import (
     Finder,
     Hook,
@@ -39,6 +41,7 @@ from dualform.record.passes import Batches, Here, Reached
 from dualform.record.tape import Batch, Page, Pool, Tape
 
 NOTHING = nullcontext()
+FORWARD, BACKWARD = "in the forward pass", "in the backward pass"
 STRAY = "its rows could not be told apart by sample: it saw {} of them in a batch of {} samples"
 
 
@@ -85,6 +88,12 @@ class Ports:
         if at not in self._by_site:
             self._by_site[at] = self._open(rows, order)
         return self._by_site[at]
+
+    def forget(self) -> None:
+        """Frees the memory of all that was written, when nothing more will be."""
+        for port in self.all:
+            port.tape.take()
+        self.pool.forget()
 
     def _open(self, rows: Rows, order: int) -> Port | None:
         site = rows.site
@@ -137,8 +146,10 @@ class Watch:
         parameters: Mapping[str, nn.Parameter],
         step: int,
         known: Iterable[Declaration] = (),
+        guard: Guard | None = None,
     ) -> None:
         self.ports = Ports(parameters, known)
+        self._guard = guard or Guard(strict=True)
         self.step = step
         """The step under way."""
         self.bytes = 0
@@ -152,7 +163,8 @@ class Watch:
         self._batches, self._reached = Batches(usual_axis(model), step), Reached(parameters)
         self._calls = 0
         self._find = Finder(parameters)
-        self._mode = Watching(self._find, kinds(), self._take)
+        self._find.guard = partial(self._guard.run, FORWARD)
+        self._mode = Watching(self._find, kinds(), self._guard.around(FORWARD, self._take))
         self._here = Here()
         self._root, self._handles = model, list[RemovableHandle]()
         self._owners: dict[nn.Module, list[RemovableHandle]] = {}
@@ -200,6 +212,11 @@ class Watch:
 
     # Hooks
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is inside a call of the model, whose hooks stay until it ends."""
+        return self._here.depth > 0
+
     def close(self) -> None:
         """Takes every hook off."""
         own = [handle for pair in self._owners.values() for handle in pair]
@@ -222,7 +239,7 @@ class Watch:
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter()
-        self._begin_batch(module, args, kwargs)
+        self._guard.run(FORWARD, self._begin_batch, module, args, kwargs)
 
     def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -264,7 +281,8 @@ class Watch:
         """In a model of plain linear layers, only their own calls need to be seen."""
         for handle in self._around_root:
             handle.remove()
-        begin, see = Hook(self._begin_batch), Hook(self._see_linear)
+        begin = Hook(self._guard.around(FORWARD, self._begin_batch))
+        see = Hook(self._guard.around(FORWARD, self._see_linear))
         self._handles.append(self._root.register_forward_pre_hook(begin, with_kwargs=True))
         self._handles += [layer.register_forward_hook(see) for layer in layers]
 
@@ -284,7 +302,8 @@ class Watch:
                 if len(batch.shapes) == 1 and is_single(use):
                     batch.alone()
                 batch.shapes.append(outputs[0].shape)
-                when_errors_come(use, self._backward(use, batch))
+                backward = self._guard.around(BACKWARD, self._backward(use, batch))
+                when_errors_come(use, backward)
 
     def _backward(self, use: Seen, batch: Batch) -> Callable[[Sequence[Tensor | None]], None]:
         self._calls += 1

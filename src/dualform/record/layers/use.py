@@ -144,6 +144,8 @@ class Finder:
         """Where each sample of a packed sequence stands, which is sorted by length."""
         self.recent: dict[int, tuple[Tensor, Use]] = {}
         """Outputs of table reads in this forward pass, which may yet be broadcast."""
+        self.guard: Callable[..., Any] = _run
+        """Runs what looks at a call of the model. A recorder's returns None after a failure."""
 
     def __call__(self, tensor: Any) -> Found | None:
         """The parameter behind a tensor that is trained, or None."""
@@ -166,6 +168,10 @@ class Finder:
         except KeyError:
             site = build()
             return self._sites.setdefault(key, site if site.terms else None)
+
+
+def _run(action: Callable[..., Any], *args: Any) -> Any:
+    return action(*args)
 
 
 def _distinct(tensor: Tensor) -> bool:
@@ -219,9 +225,12 @@ class LayerKind:
     def see(
         self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
     ) -> tuple[Any, Seen | None]:
-        """Makes the call; its output and its use. `inside` makes it with its own calls watched."""
+        """Makes the call; its output and its use. `inside` makes it with its own calls watched.
+
+        The model's own call must not fail because of ours: only that call is outside of the guard.
+        """
         out = func(*args, **kwargs)
-        return out, self.use(find, func, args, kwargs, out)
+        return out, find.guard(self.use, find, func, args, kwargs, out)
 
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
