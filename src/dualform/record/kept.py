@@ -59,7 +59,9 @@ def memories(optimizer: Optimizer, plan: Plan, rule: Rule) -> dict[str, Tensor]:
     for name, parameter in plan.parameters.items():
         for part, memory in rule.memory(optimizer, parameter).items():
             key = BUFFER if part == rule.buffer else f"{STATE}{part}:"
-            found[key + name] = memory.detach().clone()
+            found[key + name] = (
+                memory.detach().to_dense() if memory.is_sparse else memory.detach().clone()
+            )
     return found
 
 
