@@ -20,11 +20,13 @@ from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe
 from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
+from dualform.record.glance import Glance
 from dualform.record.guard import Guard, starting
 from dualform.record.kept import Keeper
 from dualform.record.optimizers import Rule, StateRule, rule_for
 from dualform.record.plan import Plan, is_nested, make_plan, torch_optimizer, uncompiled
 from dualform.record.probe import Evidence
+from dualform.record.saving import Saving
 from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step, probes_of
 from dualform.record.start import Opened, resume_run, start_run
 from dualform.record.tally import settle_factors
@@ -88,23 +90,20 @@ class Recorder:
         return self._guard.failure
 
     def __enter__(self) -> Recorder:
-        with starting(self.path):
-            return self._start()
-
-    def _start(self) -> Recorder:
         model, optimizer = self._model, self._optimizer
-        rule = rule_for(optimizer)
-        plan = make_plan(model, optimizer, rule)
-        if self._resume:
-            opened = resume_run(self.path, model, optimizer, plan, rule)
-        else:
-            opened = start_run(self.path, model, optimizer, plan, rule, self._overwrite)
-        self._writer, self.step = opened.writer, opened.writer.committed
-        try:
-            self._begin(opened, plan, rule)
-        except BaseException:
-            self._writer.abandon()
-            raise
+        with starting(self.path):
+            rule = rule_for(optimizer)
+            plan = make_plan(model, optimizer, rule)
+            if self._resume:
+                opened = resume_run(self.path, model, optimizer, plan, rule)
+            else:
+                opened = start_run(self.path, model, optimizer, plan, rule, self._overwrite)
+            self._writer, self.step = opened.writer, opened.writer.committed
+            try:
+                self._begin(opened, plan, rule)
+            except BaseException:
+                self._writer.abandon()
+                raise
         return self
 
     def _begin(self, opened: Opened, plan: Plan, rule: Rule) -> None:
@@ -115,8 +114,7 @@ class Recorder:
         self._books = Books(model, plan, rule, optimizer)
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams, self._guard)
-        ports = self._watch.ports.all
-        strays = self._watch.strays
+        ports, strays = self._watch.ports.all, self._watch.strays
         self._settler = Settler(
             plan, ports, opened.samples, opened.numbered, strays, self._books.glances
         )
@@ -131,7 +129,10 @@ class Recorder:
         self._step_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
         self._keep_by_step(set(opened.by_step))
+        self._marked: tuple[int, Glance] = (-1, ())
+        """The step that was marked last, and the weights it was marked with."""
         self._eagerly = uncompiled()
+        self._saving = Saving(model, optimizer, self.checkpoint)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -147,6 +148,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._saving.close()
         self._eagerly.close()
         try:
             if self.failure is None:
@@ -185,8 +187,11 @@ class Recorder:
     def checkpoint(self) -> None:
         """Marks this step: everything so far is made durable, and the weights are kept.
 
-        Call it where you save the model and the optimizer; `record(..., resume=True)` goes on
-        from the marked step whose weights the model has.
+        `record(..., resume=True)` goes on from the marked step whose weights the model has. A loop
+        that saves both model and optimizer need not call it: the step is marked by itself as soon
+        as both were asked for their `state_dict()`, before anything is written. Where only the
+        model is saved, call it before saving: a file of a step that is not marked yet is of no use
+        should training be killed just then.
         """
         self._require_recording()
         self._guard.run("at a checkpoint", self._mark_step)
@@ -194,9 +199,13 @@ class Recorder:
             self._break_off()
 
     def _mark_step(self) -> None:
+        now, (step, then) = self._books.glances.take(), self._marked
+        if step == self.step and not self._books.glances.differing([then], [now]):
+            return  # saving has marked it already
         self._book_late_changes()
         self._hand_over(flush=True, mark="checkpoint")
         self._delivery.wait()
+        self._marked = (self.step, now)
 
     def _require_recording(self) -> None:
         if not self._handles:
@@ -227,20 +236,16 @@ class Recorder:
         self._broken_off = True
         if not self._watch.is_inside:
             self._watch.close()
-        actions: list[Callable[[], object]] = [self._delivery.close, self._writer.abandon]
-        if whole:
-            actions = [self._hand_over_rest, partial(self._hand_over, True, keep=False), *actions]
-        for action in actions:
+        rest = (self._hand_over_rest, partial(self._hand_over, True, keep=False))
+        for action in (*(rest if whole else ()), self._delivery.close, self._writer.abandon):
             with suppress(Exception):  # the failure itself is what is reported
                 action()
         self._steps = []
         self._watch.ports.forget()
         if not self._guard.strict:
-            warnings.warn(self._ended(), RecordingEndedWarning, stacklevel=3)
-
-    def _ended(self) -> str:
-        kept = f"The run '{self.path}' is readable up to step {self._writer.committed}."
-        return f"recording has ended; training is not affected. {self.failure} {kept}"
+            kept = f"The run '{self.path}' is readable up to step {self._writer.committed}."
+            ended = f"recording has ended; training is not affected. {self.failure} {kept}"
+            warnings.warn(ended, RecordingEndedWarning, stacklevel=3)
 
     def _book_late_changes(self) -> None:
         """What the loop did after the last step to books kept by step belongs to that step."""
@@ -365,6 +370,7 @@ class Recorder:
         step.before, step.after = self._before, self._books.glances.take()
         self.step = step.number
         self._watch.end_step()
+        self._saving.end_step()
         self._steps.append(step)
         self._step_bytes += step.nbytes
         size = self._watch.bytes + self._step_bytes

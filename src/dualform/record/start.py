@@ -81,8 +81,8 @@ def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
             return step
     raise UnknownStepError(
         f"cannot go on with '{ledger.path}': the model's weights are those of none of its kept "
-        f"steps {ledger.kept_steps}; load the checkpoint you saved where you called "
-        "recorder.checkpoint()."
+        f"steps {ledger.kept_steps}; load a checkpoint of one of them. A step is kept where model "
+        "and optimizer are saved, or where recorder.checkpoint() is called before saving."
     )
 
 
