@@ -98,10 +98,10 @@ def _drop_frames(error: BaseException | None) -> None:
 
 
 @contextmanager
-def starting(path: Path) -> Iterator[None]:
-    """Turns what goes wrong before training starts into errors of ours.
+def writing(path: Path) -> Iterator[None]:
+    """Turns what goes wrong with the disk into errors of ours.
 
-    >>> with starting(Path("runs/mine")):
+    >>> with writing(Path("runs/mine")):
     ...     raise PermissionError(13, "Permission denied")
     Traceback (most recent call last):
     dualform.errors.LedgerError: cannot write to 'runs/mine': [Errno 13] Permission denied; ...
@@ -113,6 +113,22 @@ def starting(path: Path) -> Iterator[None]:
     except OSError as error:
         cure = "make room" if error.errno == errno.ENOSPC else "choose a folder that can be written"
         raise LedgerError(f"cannot write to '{path}': {error}; {cure}.") from error
+
+
+@contextmanager
+def starting(path: Path) -> Iterator[None]:
+    """Turns what goes wrong before training starts into errors of ours.
+
+    >>> with starting(Path("runs/mine")):
+    ...     raise KeyError("a defect")
+    Traceback (most recent call last):
+    dualform.errors.RecorderFailedError: recording into 'runs/mine' cannot start: KeyError: ...
+    """
+    try:
+        with writing(path):
+            yield
+    except DualformError:
+        raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise RecorderFailedError(f"recording into '{path}' cannot start: {problem}.") from error

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.record.books import Books
-from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
 from dualform.record.glance import Glance
 from dualform.record.guard import Guard, starting
@@ -64,7 +63,7 @@ class Recorder:
         optimizer: Optimizer,
         path: Path,
         *,
-        dataset: Any = None,
+        describe: Callable[[Path], None] | None = None,
         resume: bool = False,
         overwrite: bool = False,
         buffer_bytes: int = 128 << 20,
@@ -74,7 +73,7 @@ class Recorder:
         self.step = 0
         """How many optimizer steps are recorded."""
         self._model, self._optimizer = model, torch_optimizer(optimizer)
-        self._dataset, self._resume, self._overwrite = dataset, resume, overwrite
+        self._describe, self._resume, self._overwrite = describe, resume, overwrite
         self._buffer_bytes = buffer_bytes
         self._handles: list[RemovableHandle] = []
         self._guard = Guard(strict)
@@ -109,8 +108,8 @@ class Recorder:
     def _begin(self, opened: Opened, plan: Plan, rule: Rule) -> None:
         model, optimizer = self._model, self._optimizer
         self._rule, self._keeper = rule, Keeper(model, optimizer, plan, rule)
-        if self._dataset is not None:
-            describe_dataset(self.path, self._dataset)
+        if self._describe is not None:
+            self._describe(self.path)
         self._books = Books(model, plan, rule, optimizer)
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams, self._guard)
