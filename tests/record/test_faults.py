@@ -281,6 +281,12 @@ def test_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for path in (tmp_path / "file" / "run", Path("/proc/run")):
         with pytest.raises(LedgerError, match=rf"cannot write to '{path}'.*that can be written"):
             dualform.record(model, sgd(model), path).__enter__()
+    with pytest.raises(LedgerError, match=r"path=None is no path; give the run's folder as a str"):
+        dualform.record(model, sgd(model), None)  # type: ignore[arg-type]
+    with pytest.raises(DualformError, match=r"cannot start: ValueError: embedded null byte"):
+        dualform.record(model, sgd(model), "a\0b").__enter__()
+    with pytest.raises(DualformError, match=r"cannot start: AttributeError: 'str' object has no"):
+        dualform.record("model", sgd(model), tmp_path / "run").__enter__()  # type: ignore[arg-type]
     with monkeypatch.context() as patch:
         inject(patch, "ledger.writer.write_tensors", 1)
         with pytest.raises(LedgerError, match=r"No space left on device; make room\."):

@@ -100,6 +100,18 @@ def _marks(path: Path) -> list[tuple[int, str]]:
     return [(r["step"], r["mark"]) for r in records if r is not None and r["kind"] == "weights"]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_scripted_models_are_marked_by_hand(tmp_path: Path) -> None:
+    model = torch.jit.script(nn.Linear(6, 3).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with dualform.record(model, optimizer, tmp_path / "run", strict=True) as recorder:
+        steps(model, optimizer, 2, recorder)
+        recorder.checkpoint()
+        save(tmp_path, model, optimizer, recorder.step)
+        steps(model, optimizer, 1, recorder)
+    assert dualform.open(tmp_path / "run").kept_steps == [0, 2, 3]
+
+
 def test_copies_save_as_before(tmp_path: Path) -> None:
     """A model saved as a whole takes no hook with it."""
     model, optimizer = fresh("sgd")

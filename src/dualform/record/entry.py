@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dualform.errors import SampleIdsError
+from dualform.errors import LedgerError, SampleIdsError
 from dualform.ledger.format import read_info
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.record.dataset import Decode, describe_dataset
@@ -60,7 +60,7 @@ def record(
     return Recorder(
         model,
         optimizer,
-        Path(path),
+        _folder(path),
         describe=None
         if dataset is None
         else partial(describe_dataset, dataset=dataset, decode=decode),
@@ -69,6 +69,15 @@ def record(
         buffer_bytes=buffer_bytes,
         strict=strict,
     )
+
+
+def _folder(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(path)
+    except TypeError as error:
+        raise LedgerError(
+            f"path={path!r} is no path; give the run's folder as a str or a pathlib.Path."
+        ) from error
 
 
 def describe(
@@ -101,7 +110,7 @@ def describe(
         columns: what else is known of each sample, such as `{"source": ["web", "book"]}`.
         decode: makes texts of the dataset's `input_ids`, as `tokenizer.decode` does.
     """
-    path = Path(path)
+    path = _folder(path)
     read_info(path)
     with writing(path):
         if dataset is not None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dualform.record.layers import Hook
+from dualform.record.layers import Hook, is_scripted
 
 
 class Saving:
@@ -39,9 +39,13 @@ class Saving:
         self._asked: set[str] = set()
         self._thread = threading.get_ident()
         self._handles: list[RemovableHandle] = [
-            model.register_state_dict_pre_hook(Hook(self._ask_model)),  # type: ignore[no-untyped-call]
-            optimizer.register_state_dict_pre_hook(partial(self._ask, "optimizer")),
+            optimizer.register_state_dict_pre_hook(partial(self._ask, "optimizer"))
         ]
+        if not is_scripted(
+            model
+        ):  # TorchScript takes no such hooks: its loops mark steps themselves
+            ask = Hook(self._ask_model)
+            self._handles.append(model.register_state_dict_pre_hook(ask))  # type: ignore[no-untyped-call]
 
     def end_step(self) -> None:
         """The optimizer has stepped: what was asked before is out of date."""
