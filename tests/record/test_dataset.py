@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -280,3 +281,12 @@ def test_what_cannot_describe(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def _full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_odd_things_in_a_dataset(path: Path) -> None:
+    """Proxies of what is gone, and datasets that are views of themselves."""
+    data: Any = Torchvision()
+    data.gone, data.dataset = weakref.proxy(Torchvision()), data
+    data.hardware = random.SystemRandom()
+    dualform.describe(path, data)
+    assert dualform.open(path).samples.columns["class"][1] == "dog"

@@ -297,3 +297,31 @@ def test_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             dualform.record(model, sgd(model), tmp_path / "run").__enter__()
     with dualform.record(model, sgd(model), tmp_path / "run", overwrite=True):
         pass  # nothing is in its way
+
+
+@pytest.mark.parametrize("make", [sgd, lambda m: torch.optim.LBFGS(m.parameters(), max_iter=3)])
+def test_a_failure_inside_a_closure(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that calls the loop's closure does so as before, whatever comes of ours."""
+    inject(monkeypatch, "record.books.Books.observe", 3)
+    weights = []
+    for path in (None, tmp_path / "run"):
+        model = Net()
+        optimizer = make(model)
+        torch.manual_seed(5)
+        recording = nullcontext() if path is None else dualform.record(model, optimizer, path)
+        expected = nullcontext() if path is None else pytest.warns(RecordingEndedWarning)
+        with expected, recording:
+            for _ in range(4):
+                optimizer.step(functools.partial(_closure, model, optimizer))
+        weights.append(model.head.weight)
+    assert torch.equal(*weights)
+    assert dualform.open(tmp_path / "run").steps <= 2
+
+
+def _closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(X[:BATCH]), Y[:BATCH])
+    loss.backward()
+    return loss

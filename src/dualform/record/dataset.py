@@ -109,12 +109,14 @@ def _items(dataset: Any) -> Iterator[Any]:
 
 def _inner(dataset: Any) -> Iterator[Any]:
     """A dataset, and those it is a part or a view of."""
-    while dataset is not None:
+    for _ in range(8):  # one may be a view of itself
         yield dataset
         several = getattr(dataset, "datasets", None)
         first = several[0] if isinstance(several, list) and several else None
         inner = getattr(dataset, "dataset", None)
         dataset = first if inner is None else inner
+        if dataset is None:
+            return
 
 
 def _label(item: Any) -> Label | None:

@@ -8,7 +8,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -75,10 +75,11 @@ def _generators(owners: Iterable[object]) -> list[Any]:
         if id(thing) in seen:
             continue
         seen[id(thing)] = thing
-        if isinstance(thing, _KINDS):
-            found += [] if isinstance(thing, random.SystemRandom) else [thing]
-        else:
-            waiting.extend(_parts(thing))
+        with suppress(ReferenceError):  # a proxy of something that is gone
+            if isinstance(thing, _KINDS):
+                found += [] if isinstance(thing, random.SystemRandom) else [thing]
+            else:
+                waiting.extend(_parts(thing))
     return found
 
 
