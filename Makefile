@@ -48,6 +48,8 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	# In a folder of its own, and without torchvision, of which there is no build for the CPU.
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/timm timm==1.0.31
 	touch $@
 
 clean:

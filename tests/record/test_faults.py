@@ -86,6 +86,12 @@ FAULTS = {
     "forward: a recurrent layer": "record.layers.recurrent.Call.of",
     "forward: a composed function": "record.layers.composite._undelegated",
     "forward: a hook on the graph": "record.watch.when_errors_come",
+    "experiment: its start": "record.owners.table.Owners.begin",
+    "experiment: a call": "record.owners.twins.Twins._worlds",
+    "experiment: a call in a world": "record.owners.twins.Twins._keep",
+    "experiment: random states": "record.owners.twins.same_randomness",
+    "experiment: rows": "record.owners.trial.Trial.observe",
+    "experiment: its end": "record.owners.trial.Trial.close",
     "backward: rows": "record.layers.recurrent.rows_of",
     "backward: a stream": "record.watch.Ports.of",
     "backward: a tape": "record.tape.Tape.write",
@@ -140,7 +146,7 @@ def _found(where: str) -> tuple[Any, str]:
 
 
 AT = [1, 3]
-ONCE = ("the end", "forward: a composed function")
+ONCE = ("the end", "forward: a composed function", "experiment: its end")
 
 
 @pytest.mark.parametrize("at", AT)

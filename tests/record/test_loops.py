@@ -245,7 +245,7 @@ class Experts(nn.Module):
         return x[:, :3].index_add(0, chosen, self.expert(x[chosen])) * self.gate(x)
 
 
-@loop(expert="it saw 3 of them in a batch of 4 samples")
+@loop()
 def samples_are_routed(record: Watched) -> None:
     model = Experts()
     optimizer = SGD(model.parameters(), lr=0.1)

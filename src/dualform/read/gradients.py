@@ -216,13 +216,13 @@ class Gradients:
         assert values is not None
         lead = tuple(keys.shape[: keys.ndim - site.key_dims])
         usual = self._asked.axis
-        axis = arrangement(lead, queries, site.axis, site.key_dims > 0, usual)
-        if axis is None:
+        stretch = arrangement(lead, queries, site.axis, site.key_dims > 0, usual)
+        if stretch is None:
             return
         sided = ((keys, site.key_dims), (values, site.value_dims))
         shapes = [tuple(t.shape[t.ndim - d :]) or (1,) for t, d in sided]
         stream = Stream(site.label, shapes[0], shapes[1], dict(site.layout))
-        flat = [sample_major(t[None], queries, axis, d) for t, d in sided]
+        flat = [sample_major(t[None], queries, stretch, d) for t, d in sided]
         x, e = expand(stream, flat[0], flat[1])
         assert e is not None
         for book, term in site.terms.items():

@@ -105,12 +105,13 @@ def _records(rows: Rows, stream: Stream, samples: int, usual: int) -> tuple[int,
     """How many samples there are, and the records, sample by sample."""
     keys, dims = rows.keys.detach().cpu(), rows.site.key_dims
     lead = keys.shape[: keys.ndim - dims]
-    axis = arrangement(lead, samples, rows.site.axis, dims > 0, usual)
-    if axis is None:  # no dimension counts samples: each entry of the first stands for itself
-        samples, axis = lead[0] if lead else 1, 0
+    stretch = arrangement(lead, samples, rows.site.axis, dims > 0, usual)
+    if stretch is None:  # no dimension counts samples: each entry of the first stands for itself
+        samples = lead[0] if lead else 1
+        stretch = math.prod(lead) // max(1, samples)
     if not math.prod(stream.keys):  # recorded as an offset: the weight was frozen then
         return samples, keys.new_zeros(math.prod(lead), 0)
-    return samples, sample_major(keys[None], samples, axis, dims)
+    return samples, sample_major(keys[None], samples, stretch, dims)
 
 
 def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

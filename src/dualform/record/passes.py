@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from dualform.ledger.samples import SampleId
+from dualform.record.owners import Trial
 from dualform.record.tape import Batch
 
 _current_backward = torch._C._current_graph_task_id
@@ -19,8 +20,8 @@ _current_backward = torch._C._current_graph_task_id
 class Batches:
     """The batch that each call belongs to: one for every forward pass of the whole model."""
 
-    def __init__(self, usual: int, step: int) -> None:
-        self._usual, self._step = usual, step
+    def __init__(self, step: int) -> None:
+        self._step = step
         self._count = 0
         self._batch: Batch | None = None
         self._named = False
@@ -41,14 +42,34 @@ class Batches:
         if not self._named:
             self._batch = None
 
-    def begin(self, given: Iterable[Tensor]) -> None:
-        """A forward pass of the whole model begins, given these tensors."""
+    def begin(self, given: Iterable[Tensor]) -> Batch | None:
+        """A forward pass of the whole model begins, given these tensors: its batch, if new."""
         again = _current_backward() >= 0  # by checkpointing
         if again and self._named:
-            return
+            return None
         batch = self._next()
         self._arrived = batch if again else None
-        batch.begin((tensor.shape for tensor in given), self._usual)
+        batch.begin(tensor.shape for tensor in given)
+        return None if again else batch
+
+    def begin_inside(self, given: Sequence[Tensor]) -> Batch | None:
+        """The same for a part of the model that the loop calls by itself."""
+        if _current_backward() >= 0 or not given:
+            return None
+        batch = self._current()
+        if batch.size < 0:
+            batch.begin_inside(given[0].shape)
+        return batch
+
+    def part(self, whole: Batch, owners: Tensor) -> Batch:
+        """A batch of single rows, each of which belongs to one sample of a whole one."""
+        samples = whole.sample_of()
+        first = torch.zeros(int(samples.max()) + 1, dtype=torch.long)
+        first[samples.flip(0)] = torch.arange(len(samples)).flip(0)
+        self._count += 1
+        batch = Batch(self._count, None, whole.step, len(owners), overdue=whole.overdue)
+        batch.whole, batch.places = whole, first[owners]
+        return batch
 
     def of_call(self) -> Batch | None:
         """The batch that a call now belongs to; None where that cannot be known.
@@ -71,7 +92,7 @@ class Batches:
         batch = self._current()
         if self._named:
             return batch if batch.size < 0 else self._new(batch.ids, batch.overdue)
-        if batch.shapes:
+        if batch.begun:
             batch = self._new(None)
         self._pending.append(batch)
         return batch
@@ -93,6 +114,8 @@ class Here(threading.local):
     """How deep in calls of the model a thread is: another may be evaluating it meanwhile."""
 
     depth = 0
+    trial: Trial | None = None
+    """The experiment that the forward pass is."""
 
 
 class Reached:

@@ -63,12 +63,12 @@ def lay_out(port: Port, page: Page, first: int, last: int) -> StreamRows | None:
     ]
     if not chosen:
         return None
-    site, axis, samples = port.site, page.form[4], chosen[0][2].size
+    site, (samples, stretch) = port.site, page.form[4]
     keys, values = page.rows([at for at, _, _ in chosen])
-    keys = sample_major(keys, samples, axis, site.key_dims)
-    values = sample_major(values, samples, axis, site.value_dims)
+    keys = sample_major(keys, samples, stretch, site.key_dims)
+    values = sample_major(values, samples, stretch, site.value_dims)
     count = len(keys) // len(chosen)
-    table = [(step, batch.number, count // batch.size) for _, step, batch in chosen]
+    table = [(step, batch.number, count // samples) for _, step, batch in chosen]
     return StreamRows(keys, values, torch.tensor(table), torch.full((len(chosen),), count))
 
 

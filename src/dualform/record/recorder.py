@@ -113,9 +113,9 @@ class Recorder:
         self._books = Books(model, plan, rule, optimizer)
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams, self._guard)
-        ports, strays = self._watch.ports.all, self._watch.strays
+        ports, refused = self._watch.ports.all, self._watch.owners.refused
         self._settler = Settler(
-            plan, ports, opened.samples, opened.numbered, strays, self._books.glances
+            plan, ports, opened.samples, opened.numbered, refused, self._books.glances
         )
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
@@ -342,7 +342,8 @@ class Recorder:
                 failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
             if not agreed[0, at]:
                 failed |= {
-                    book: self._watch.strays.get(book, UNEXPLAINED) for book in account.looks
+                    book: self._watch.owners.refused.get(book, UNEXPLAINED)
+                    for book in account.looks
                 }
         seen = set(step.probe[0])
         new = seen & self._books.unverified

@@ -69,13 +69,15 @@ class Settler:
         ports: Sequence[Port],
         samples: SampleTable,
         numbered: int,
-        strays: Mapping[str, str],
+        refused: Mapping[str, str],
         glances: Glances,
     ) -> None:
-        self._plan, self._ports, self._strays = plan, ports, strays
+        self._plan, self._ports, self._refused = plan, ports, refused
         self._glances, self._last = glances, glances.take()
         self._samples = samples
         self._numbered = numbered
+        self._numbers: dict[int, Tensor] = {}
+        """Of batches without ids, the numbers that their samples were given."""
         self._declared: set[str] = set()
         self._column = {book.name: index for index, book in enumerate(plan.books)}
         self.failed: set[str] = set()
@@ -192,7 +194,7 @@ class Settler:
                 {
                     "step": steps[at].number,
                     "book": book,
-                    "reason": self._strays.get(book, UNEXPLAINED),
+                    "reason": self._refused.get(book, UNEXPLAINED),
                 }
                 for book in sorted(new)
             ]
@@ -260,6 +262,7 @@ class Settler:
         marks = [page.marks for group in pages.values() for page in group]
         batches = {batch.number: batch for filled in marks for _, batch in filled}
         kept = [batches[number] for number in used]
+        self._numbers = {n: ids for n, ids in self._numbers.items() if n >= min(used, default=0)}
         if not kept:
             return {}
         table = torch.tensor([(batch.number, batch.size) for batch in kept])
@@ -269,10 +272,14 @@ class Settler:
         return {**found, "ids": [encode_ids(new)]} if new else found
 
     def _ids(self, batch: Batch) -> Tensor:
+        if batch.whole is not None:
+            return self._ids(batch.whole)[batch.places]
         if batch.ids is not None:
             return self._samples.numbers(batch.ids)
-        first, self._numbered = self._numbered, self._numbered + batch.size
-        return self._samples.numbers(torch.arange(first, self._numbered))
+        if batch.number not in self._numbers:  # rows of one batch may be parts of several
+            first, self._numbered = self._numbered, self._numbered + batch.size
+            self._numbers[batch.number] = torch.arange(first, self._numbered)
+        return self._samples.numbers(self._numbers[batch.number])
 
 
 def looks_of(steps: Sequence[Step]) -> dict[str, Look]:

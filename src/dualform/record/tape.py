@@ -8,11 +8,10 @@ copy is a call, what layers made is held instead of copied.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeAlias
 
@@ -25,8 +24,10 @@ from dualform.ledger.samples import SampleId
 PAGE_BYTES = 4 << 20
 PAGE_SLOTS = 256
 
-Form: TypeAlias = tuple[torch.Size, torch.Size, torch.dtype, torch.dtype, int]
-"""Shapes and dtypes of keys and values, and which dimension counts the samples."""
+Order: TypeAlias = tuple[int, int]
+"""How many samples there are, and how many neighboring rows belong to one."""
+Form: TypeAlias = tuple[torch.Size, torch.Size, torch.dtype, torch.dtype, Order]
+"""Shapes and dtypes of keys and values, and the order of their rows."""
 
 
 def calls_are_dear(tensor: Tensor) -> bool:
@@ -43,25 +44,26 @@ class Batch:
     step: int
     size: int = -1
     """How many samples; -1 until that is known."""
-    axis: int = 0
-    """Which dimension of the input counts the samples."""
-    shapes: list[Sequence[int]] = field(default_factory=list)
-    """Of the model's input, and of what its layers gave."""
+    begun: bool = False
+    """Whether a forward pass of the model has begun it."""
+    calls: int = 0
+    """How many uses of parameters have been seen in it."""
     overdue: bool = False
     """Whether it has no ids though it should have."""
+    whole: Batch | None = None
+    """The batch it is made of, where its samples are those of single rows."""
+    places: Tensor | None = None
+    """Then for each of them its place in the whole."""
 
-    def begin(self, given: Iterator[Sequence[int]], usual: int) -> None:
-        """Takes the size from the shapes of what the model is given, and holds the ids to it.
-
-        `usual` is the dimension that counts samples where the shape alone does not say.
-        """
+    def begin(self, given: Iterator[Sequence[int]]) -> None:
+        """Takes the size from the shapes of what the model is given, and holds the ids to it."""
         first = next(given, None)
         if first is None:
             return
-        self.shapes.append(first)
+        self.begun = True
         if self.ids is None:
             self.size = first[0]
-        elif not self._fit(chain([first], given), usual) and not self._is_one(first):
+        elif not self._fits(chain([first], given)) and not self._is_one(first):
             raise SampleIdsError(
                 f"recorder.samples got {len(self.ids)} ids, but the model was given a batch of "
                 f"shape {tuple(first)}; give one id for each sample of the batch."
@@ -69,26 +71,27 @@ class Batch:
 
     def begin_inside(self, lead: Sequence[int]) -> None:
         """The same where the model is given no tensor: from the first rows of one of its layers."""
-        if self.ids is None:
-            self.size = lead[0] if lead else 1
-        elif not self._fit([lead], 0):
-            self.size = len(self.ids)
+        self.size = (lead[0] if lead else 1) if self.ids is None else len(self.ids)
 
     def alone(self) -> None:
         """What was taken for a batch is a single sample: a layer saw it without a dimension."""
         if self.ids is None:
             self.size = 1
 
-    def _fit(self, given: Iterable[Sequence[int]], usual: int) -> bool:
-        """Finds a shape that has as many samples as there are ids, and where."""
+    def sample_of(self) -> Tensor:
+        """(places,): the sample at each place of the batch, numbered; a sample may come twice."""
+        if self.ids is None:
+            return torch.arange(self.size)
+        ids = self.ids.tolist() if isinstance(self.ids, Tensor) else self.ids
+        known: dict[SampleId, int] = {}
+        return torch.tensor([known.setdefault(sample, len(known)) for sample in ids])
+
+    def _fits(self, given: Iterable[Sequence[int]]) -> bool:
+        """Whether a shape has as many samples as there are ids."""
         assert self.ids is not None
-        count = len(self.ids)
-        for shape in given:
-            if count in shape[:2]:
-                both = len(shape) > 1 and shape[0] == shape[1]
-                self.size, self.axis = count, usual if both else int(shape[0] != count)
-                return True
-        return False
+        if any(len(self.ids) in shape[:2] for shape in given):
+            self.size = len(self.ids)
+        return self.size >= 0
 
     def _is_one(self, shape: Sequence[int]) -> bool:
         """Whether one id is meant for one sample that has no dimension of its own."""
@@ -97,24 +100,12 @@ class Batch:
             self.size = 1
         return self.size == 1
 
-    def places(self) -> set[int]:
-        """How many positions a sample has been seen to have: tokens, pixels, or both at once."""
-        found = {1}
-        for shape in self.shapes:
-            if self.axis == 1 and len(shape) > 1 and shape[1] == self.size:
-                found.add(shape[0])
-            elif shape and shape[0] == self.size:
-                rest = shape[1:]
-                ends = range(1, len(rest) + 1)
-                found |= {math.prod(rest[start:end]) for start in (0, 1) for end in ends}
-        return found
-
 
 class Page:
     """Slots of one form, and for each that is filled the step and the batch it belongs to."""
 
-    def __init__(self, x: Tensor, error: Tensor, axis: int) -> None:
-        self.form = (x.shape, error.shape, x.dtype, error.dtype, axis)
+    def __init__(self, x: Tensor, error: Tensor, order: Order) -> None:
+        self.form = (x.shape, error.shape, x.dtype, error.dtype, order)
         self.slot_bytes = x.nbytes + error.nbytes
         self.marks: list[tuple[int, Batch]] = []
         self._make(x, error)
@@ -184,13 +175,13 @@ class Pool:
     def __init__(self) -> None:
         self._free: dict[Form, deque[Page]] = {}
 
-    def take(self, x: Tensor, error: Tensor, axis: int) -> Page:
+    def take(self, x: Tensor, error: Tensor, order: Order) -> Page:
         """A page whose slots fit."""
-        form = (x.shape, error.shape, x.dtype, error.dtype, axis)
+        form = (x.shape, error.shape, x.dtype, error.dtype, order)
         free = self._free.setdefault(form, deque())
         if free:
             return free.pop()  # the one last used: still in cache
-        return (HeldPage if calls_are_dear(error) else Page)(x, error, axis)
+        return (HeldPage if calls_are_dear(error) else Page)(x, error, order)
 
     def give_back(self, pages: Sequence[Page]) -> None:
         """Takes pages whose rows are written (from the writer's thread, too)."""
@@ -211,12 +202,12 @@ class Tape:
         self._pool = pool
         self.pages: list[Page] = []
 
-    def write(self, step: int, batch: Batch, x: Tensor, error: Tensor, axis: int) -> int:
+    def write(self, step: int, batch: Batch, x: Tensor, error: Tensor, order: Order) -> int:
         """Puts one use of the layer into the next slot; returns its bytes."""
-        page = self.pages[-1] if self.pages else self._turn(x, error, axis)
-        form = (x.shape, error.shape, x.dtype, error.dtype, axis)
+        page = self.pages[-1] if self.pages else self._turn(x, error, order)
+        form = (x.shape, error.shape, x.dtype, error.dtype, order)
         if len(page.marks) == page.slots or page.form != form:
-            page = self._turn(x, error, axis)
+            page = self._turn(x, error, order)
         page.put(x, error)
         page.marks.append((step, batch))
         return page.slot_bytes
@@ -226,6 +217,6 @@ class Tape:
         pages, self.pages = self.pages, []
         return pages
 
-    def _turn(self, x: Tensor, error: Tensor, axis: int) -> Page:
-        self.pages.append(self._pool.take(x, error, axis))
+    def _turn(self, x: Tensor, error: Tensor, order: Order) -> Page:
+        self.pages.append(self._pool.take(x, error, order))
         return self.pages[-1]

@@ -25,7 +25,6 @@ from dualform.record.layers import (
     Seen,
     Site,
     Watching,
-    arrangement,
     is_scripted,
     is_single,
     kinds,
@@ -37,12 +36,12 @@ from dualform.record.layers import (
     usual_axis,
     when_errors_come,
 )
+from dualform.record.owners import UNCLEAR, Owners, Sighting
 from dualform.record.passes import Batches, Here, Reached
 from dualform.record.tape import Batch, Page, Pool, Tape
 
 NOTHING = nullcontext()
 FORWARD, BACKWARD = "in the forward pass", "in the backward pass"
-STRAY = "its rows could not be told apart by sample: it saw {} of them in a batch of {} samples"
 
 
 class Port:
@@ -55,8 +54,8 @@ class Port:
         self.site, self.stream, self.order = site, stream, order
         self.terms = dict(site.terms)
         self.tape = Tape(pool)
-        self.arranged: tuple[Any, int | None] = (None, None)
-        """The shape of keys and batch last seen, and which dimension then counted samples."""
+        self.arranged: tuple[Any, int] = (None, 0)
+        """The shape of keys and batch last seen, and how many neighbors then shared a sample."""
 
     @property
     def declaration(self) -> Declaration:
@@ -156,18 +155,18 @@ class Watch:
         """How much has been written since `take`."""
         self.dropped: set[str] = set()
         """Books that need no rows any more."""
-        self.strays: dict[str, str] = {}
-        """Books whose rows belong to no sample in particular, and what was seen of them."""
+        self.owners = Owners(parameters, usual_axis(model))
+        """To which samples the rows of each layer belong."""
         self.overdue: set[int] = set()
         """The batches without ids, though others have some, that left rows in this step."""
-        self._batches, self._reached = Batches(usual_axis(model), step), Reached(parameters)
+        self._batches, self._reached = Batches(step), Reached(parameters)
         self._calls = 0
         self._find = Finder(parameters)
         self._find.guard = partial(self._guard.run, FORWARD)
         self._mode = Watching(self._find, kinds(), self._guard.around(FORWARD, self._take))
         self._here = Here()
         self._root, self._handles = model, list[RemovableHandle]()
-        self._owners: dict[nn.Module, list[RemovableHandle]] = {}
+        self._parts: dict[nn.Module, list[RemovableHandle]] = {}
         self._alone: set[nn.Module] = set()
         self._owner_calls = 0
         self._hook(model)
@@ -185,8 +184,8 @@ class Watch:
         self.step += 1
         self.overdue.clear()
         self._batches.end_step()
-        if self._owners:
-            self._settle_owners()
+        if self._parts:
+            self._settle_parts()
 
     # Pages
 
@@ -219,16 +218,15 @@ class Watch:
 
     def close(self) -> None:
         """Takes every hook off."""
-        own = [handle for pair in self._owners.values() for handle in pair]
+        own = [handle for pair in self._parts.values() for handle in pair]
         for handle in [*self._handles, *self._around_root, *own]:
             handle.remove()
 
     def _hook(self, model: nn.Module) -> None:
         self._around_root = () if is_scripted(model) else self._around(model, self._enter_root)
         for module in model.modules():
-            own = any(True for _ in module.parameters(recurse=False))
-            if module is not model and own and not is_scripted(module):
-                self._owners[module] = list(self._around(module, self._enter_owner))
+            if module is not model and not is_scripted(module):
+                self._parts[module] = list(self._around(module, self._enter_part))
         self._handles += [*shared_labels(model, self._find), *packing_order(model, self._find)]
 
     def _around(self, module: nn.Module, enter: Callable[..., None]) -> Sequence[RemovableHandle]:
@@ -243,13 +241,41 @@ class Watch:
 
     def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            self._batches.begin(tensors_in((args, kwargs)))
+            given = list(tensors_in((args, kwargs)))
+            self._begin_trial(module, self._batches.begin(given), given)
 
-    def _enter_owner(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._here.depth == 0:
-            self._alone.add(module)  # called by itself, not from within the model
-        self._owner_calls += torch.is_grad_enabled()
+    def _enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter()
+        if not torch.is_grad_enabled():
+            return
+        self._owner_calls += bool(module._parameters)
+        if self._here.depth == 1:  # called by itself, not from within the model
+            self._alone.add(module)
+            self._guard.run(FORWARD, self._begin_part, module, args, kwargs)
+
+    def _begin_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = list(tensors_in((args, kwargs)))
+        self._begin_trial(module, self._batches.begin_inside(given), given)
+
+    def _begin_trial(self, module: nn.Module, batch: Batch | None, given: Sequence[Tensor]) -> None:
+        """Makes the pass an experiment where one is due, to the end of this call."""
+        if batch is None or self._here.trial is not None:
+            return
+        trial = self.owners.begin(batch, given, self.dropped)
+        if trial is None:
+            return
+
+        def end(*_: Any) -> None:
+            handle.remove()
+            self._here.trial = None
+            trial.twins.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if self._guard.failure is None:
+                self._guard.run(FORWARD, lambda: self.owners.learn(trial.close()))
+
+        trial.twins.guard = self._find.guard
+        handle = module.register_forward_hook(Hook(end), always_call=True)
+        self._here.trial = trial
+        trial.twins.__enter__()  # type: ignore[no-untyped-call]
 
     def _enter(self) -> None:
         self._here.depth += 1
@@ -264,15 +290,16 @@ class Watch:
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._find.recent.clear()
 
-    def _settle_owners(self) -> None:
+    def _settle_parts(self) -> None:
         """After the first step: modules that only the model itself calls need no hooks."""
-        owners, self._owners = self._owners, {}
-        for module, handles in owners.items():
+        parts, self._parts = self._parts, {}
+        for module, handles in parts.items():
             for handle in handles:
                 if module not in self._alone:
                     handle.remove()
                 else:
                     self._handles.append(handle)
+        owners = [module for module in parts if module._parameters]
         plain = [type(module).forward is nn.Linear.forward for module in owners]
         if all(plain) and not self._alone and self._calls == self._owner_calls:
             self._look_at(owners)
@@ -295,59 +322,76 @@ class Watch:
     # Uses
 
     def _take(self, use: Seen) -> None:
-        outputs = use.outputs
-        if any(out.grad_fn is not None for out in outputs):
-            batch = self._batches.of_call()
-            if batch is not None:
-                if len(batch.shapes) == 1 and is_single(use):
-                    batch.alone()
-                batch.shapes.append(outputs[0].shape)
-                backward = self._guard.around(BACKWARD, self._backward(use, batch))
-                when_errors_come(use, backward)
+        outputs, trial = use.outputs, self._here.trial
+        trained = any(out.grad_fn is not None for out in outputs)
+        batch = self._batches.of_call() if trained else None
+        if batch is not None:
+            if batch.begun and not batch.calls and is_single(use):
+                batch.alone()
+            batch.calls += 1
+        single = batch is not None and batch.size == 1  # as its first layer may have shown
+        seen = None if trial is None or single else trial.observe(use)
+        if batch is not None:
+            backward = self._guard.around(BACKWARD, self._backward(use, batch, seen))
+            when_errors_come(use, backward)
 
-    def _backward(self, use: Seen, batch: Batch) -> Callable[[Sequence[Tensor | None]], None]:
+    def _backward(
+        self, use: Seen, batch: Batch, seen: Sequence[Sighting] | None
+    ) -> Callable[[Sequence[Tensor | None]], None]:
         self._calls += 1
         order = self._calls
 
         def backward(errors: Sequence[Tensor | None]) -> None:
             self._batches.arrive(batch)
             with torch.no_grad() if torch.is_grad_enabled() else NOTHING:  # create_graph=True
-                for rows in use.rows(errors):
-                    self._write(rows, batch, order)
+                for at, rows in enumerate(use.rows(errors)):
+                    self._write(rows, batch, order, seen[at] if seen else None)
 
         return backward
 
-    def _write(self, rows: Rows, batch: Batch, order: int) -> None:
+    def _write(self, rows: Rows, batch: Batch, order: int, seen: Sighting | None) -> None:
         port = self.ports.of(rows, order)
         keys, values = rows.keys, rows.values
         if port is None or values is None or self.dropped.issuperset(port.terms):
             return
         if not self._reached(port.terms):
             return
+        lead = keys.shape[: keys.ndim - rows.site.key_dims]
         if batch.size < 0:
-            batch.begin_inside(keys.shape[: keys.ndim - rows.site.key_dims])
-        if batch.size == 0:
+            batch.begin_inside(lead)
+        if batch.size == 0 or not math.prod(lead):
             return
-        shape = (keys.shape, batch.size, batch.axis)
-        if port.arranged[0] != shape:
-            port.arranged = (shape, self._arranged(rows, batch))
-        axis = port.arranged[1]
-        if axis is None:
-            return  # the probe will tell
+        shape = (keys.shape, batch.size)
+        if port.arranged[0] != shape or seen is not None:
+            found = self.owners.of(rows.site, lead, batch, seen)
+            if isinstance(found, str):  # then the probe will miss them
+                self.owners.refuse(rows.site, found)
+                return
+            if isinstance(found, Tensor):
+                self._write_one_by_one(port, rows, batch, found)
+                return
+            port.arranged = (shape, found)
+        self._put(port, keys, values, batch, port.arranged[1])
+
+    def _write_one_by_one(self, port: Port, rows: Rows, batch: Batch, owners: Tensor) -> None:
+        """Rows in the order of their data: each is a sample of a batch of its own."""
+        site = rows.site
+        assert rows.values is not None
+        keys = rows.keys.flatten(0, rows.keys.ndim - site.key_dims - 1)
+        values = rows.values.flatten(0, rows.values.ndim - site.value_dims - 1)
+        known = (owners >= 0).to(values.device)
+        if not known.all():
+            if bool(values[~known].any()):
+                self.owners.refuse(site, UNCLEAR)
+                return
+            keys, values, owners = keys[known], values[known], owners[owners >= 0]
+        if len(owners):
+            self._put(port, keys, values, self._batches.part(batch, owners), 1)
+
+    def _put(self, port: Port, keys: Tensor, values: Tensor, batch: Batch, stretch: int) -> None:
         if batch.overdue:
             self.overdue.add(batch.number)
         if keys.dtype != values.dtype and keys.is_floating_point():
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
-        self.bytes += port.tape.write(self.step, batch, keys, values, axis)
-
-    def _arranged(self, rows: Rows, batch: Batch) -> int | None:
-        """Which dimension counts samples; positions folded in must be as many as were seen."""
-        site = rows.site
-        lead = rows.keys.shape[: rows.keys.ndim - site.key_dims]
-        places = lead[0] // batch.size if lead else 1
-        folded = site.key_dims > 0 and (site.axis == 1 or places in batch.places())
-        axis = arrangement(lead, batch.size, site.axis, folded, batch.axis)
-        if axis is None:
-            seen = "×".join(map(str, lead)) or "1"
-            self.strays |= dict.fromkeys(site.terms, STRAY.format(seen, batch.size))
-        return axis
+        order = (batch.size, stretch)
+        self.bytes += port.tape.write(self.step, batch, keys, values, order)

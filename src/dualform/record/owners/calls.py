@@ -1,0 +1,200 @@
+"""Torch operations as worlds make them: which differ in what way, and the few that need care."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+RandomStates: TypeAlias = list[tuple[torch.Generator, Tensor]]
+"""Generators, and where they were."""
+
+SHAPES_ONLY = {
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+    "randint_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+}  # fmt: skip
+"""Operations whose result depends on the shape of what they are given, not on its contents."""
+
+CHOOSING = {"sort", "topk", "max", "min", "kthvalue", "median", "mode", "cummax", "cummin"}
+"""Operations that choose elements, and say which: a world chooses the same ones."""
+
+MOVING = {
+    "index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "index_select",
+    "index_add", "index_add_", "index_copy", "index_copy_", "gather", "scatter", "scatter_",
+    "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_select",
+    "masked_scatter", "masked_scatter_", "take", "_pack_padded_sequence", "repeat_interleave",
+}  # fmt: skip
+"""Operations that move elements to where integers say."""
+
+LOOKUPS = {
+    "embedding", "embedding_renorm_", "_embedding_bag", "index", "_unsafe_index", "index_select",
+    "gather", "take", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add",
+    "index_add_", "index_put", "index_put_", "_index_put_impl_",
+}  # fmt: skip
+"""Operations that look integers up: where these are marked, a world looks up something else."""
+COUNTING = {"bincount", "repeat_interleave", "histc", "one_hot"}
+"""Operations that integers must not be too large for: worlds do without them."""
+MARK = {torch.int64: 1 << 40, torch.int32: 1 << 24}
+"""What is added to an integer to make it another one, which no table has."""
+
+BATCH_NORMS = {
+    "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+}  # fmt: skip
+"""Normalizations over the batch: worlds keep the statistics of the real one."""
+
+
+def call_there(
+    func: Any, args: Any, kwargs: Any, there: Callable[[Tensor], Tensor], out: Any
+) -> Any:
+    """What a call gives in a world, in which `there` has its arguments; here it gave `out`."""
+    name = func.overloadpacket.__name__
+    if name in CHOOSING and isinstance(out, tuple | list) and len(out) == 2:
+        return (_choose(func, args, kwargs, there, out[1]),)
+    if name in BATCH_NORMS and _argument(func, args, kwargs, "training", True):
+        return (_normalize(args, there, out),)
+    if name in LOOKUPS:
+        args = _within_table(func, args, kwargs, there)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [replaced(part) for part in value]
+        return there(value) if isinstance(value, Tensor) else value
+
+    return func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results, which may be lists of tensors.
+
+    >>> len(tensors_of((torch.zeros(2), 3, [torch.zeros(1), None])))
+    2
+    """
+    if isinstance(values, Tensor):
+        return [values] if values.layout == torch.strided and not values.is_nested else []
+    if isinstance(values, list | tuple):
+        return [tensor for part in values for tensor in tensors_of(part)]
+    return []
+
+
+def is_number(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operation gives another view of what it is given, and changes nothing."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation changes in place."""
+    found = [
+        args[at] if at < len(args) else kwargs.get(argument.name)
+        for at, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tensors_of(found)
+
+
+def _argument(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, default: Any
+) -> Any:
+    """An argument by its name."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            standard = argument.default_value if argument.has_default_value() else default
+            return args[at] if at < len(args) else kwargs.get(name, standard)
+    return default
+
+
+def _choose(
+    func: Any, args: Any, kwargs: Any, there: Callable[[Tensor], Tensor], chosen: Tensor
+) -> Tensor:
+    """The elements that the real call chose, as they are in a world."""
+    x, dim = there(args[0]), int(_argument(func, args, kwargs, "dim", -1))
+    if not x.ndim or chosen.ndim == x.ndim:
+        return x.gather(dim, chosen) if x.ndim else x
+    return x.gather(dim, chosen.unsqueeze(dim)).squeeze(dim)
+
+
+def _within_table(
+    func: Any, args: Any, kwargs: Any, there: Callable[[Tensor], Tensor]
+) -> tuple[Any, ...]:
+    """The arguments of a world; marked integers name the next entry of a table."""
+    table, dim = args[0], _argument(func, args, kwargs, "dim", None)
+
+    def entry(value: Any, dim: int) -> Any:
+        if not isinstance(value, Tensor) or value.dtype not in MARK:
+            return value
+        twin, mark = there(value), MARK[value.dtype]
+        other = (twin.remainder(mark) + 1) % table.shape[dim]
+        return torch.where(twin.abs() >= mark // 2, other, twin)
+
+    if func.overloadpacket.__name__ == "_embedding_bag":
+        indices, offsets = entry(args[1], 0), there(args[2])
+        bags = torch.searchsorted(args[2], torch.arange(len(indices)).to(offsets), right=True) - 1
+        marked = (offsets != args[2])[bags]
+        indices = torch.where(marked, (indices + 1) % len(table), indices)
+        return table, indices, args[2].clone(), *args[3:]
+    found = [table]
+    for value in args[1:]:
+        if isinstance(value, list | tuple):  # one index for each dimension
+            found.append([entry(index, at) for at, index in enumerate(value)])
+        else:
+            found.append(entry(value, 0 if dim is None else dim))
+    return tuple(found)
+
+
+def _normalize(args: Any, there: Callable[[Tensor], Tensor], out: Sequence[Tensor]) -> Tensor:
+    """A batch normalization of a world's input, by the statistics of the real one."""
+    x, weight, scale = args[0], args[1], out[2]
+    scale = scale if weight is None else scale * weight
+    moved = (there(x) - x) * scale.view(1, -1, *[1] * (x.ndim - 2))
+    found: Tensor = (out[0] + moved).to(out[0].dtype)
+    return found
+
+
+def random_states(func: Any, given: Sequence[Tensor], kwargs: dict[str, Any]) -> RandomStates:
+    """The generators a call draws from, with their states; none where it draws nothing."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return []
+    own = kwargs.get("generator")
+    sources = [torch.default_generator] if own is None else [own]
+    if own is None:
+        devices = {t.device for t in given if t.is_cuda}
+        sources += [torch.cuda.default_generators[device.index] for device in devices]
+    return [(source, source.get_state()) for source in sources]
+
+
+@contextmanager
+def same_randomness(before: RandomStates) -> Iterator[Callable[[], None]]:
+    """Gives a function that takes random numbers back to where they were; at the end they go on."""
+    after = [(source, source.get_state()) for source, _ in before]
+
+    def start_again() -> None:
+        for source, state in before:
+            source.set_state(state)
+
+    try:
+        yield start_again
+    finally:
+        for source, state in after:
+            source.set_state(state)
+
+
+def other(x: Tensor, dim: int, shift: int) -> Tensor:
+    """Other contents for a tensor: integers are marked, numbers are those of other samples.
+
+    >>> other(torch.tensor([1.0, 2.0, 2.0]), 0, 1)
+    tensor([2., 1., 1.])
+    """
+    if x.dtype in MARK:
+        return x + MARK[x.dtype]
+    found = x.roll(shift, dim)
+    for further in range(1, min(x.shape[dim], 8)):
+        found = torch.where(found == x, x.roll(shift + further, dim), found)
+    return found

@@ -1,0 +1,133 @@
+"""What experiments have shown so far of whose rows are whose, and when the next one is due."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from dualform.record.layers import Site
+from dualform.record.owners.patterns import Finding, Pattern
+from dualform.record.owners.trial import Sighting, Trial, sample_dim
+from dualform.record.tape import Batch
+
+PASSES = 32
+"""So many passes are experiments at the most while there are layers that none has seen."""
+TRIALS = 8
+"""So many experiments must agree where the data could decide the order of rows."""
+
+UNCLEAR = "some of its rows could not be given to a sample: they do not depend on any"
+CHANGED = "the order of its rows changed from one forward pass to another"
+UNSEEN = "no experiment has seen the layer used on {} rows of {} samples"
+
+
+@dataclass
+class Known:
+    """What is known of the order of a site's rows."""
+
+    site: Site
+    patterns: dict[int, Pattern] = field(default_factory=dict)
+    """By the number of dimensions before a row."""
+    agreed: int = TRIALS
+    """How many experiments found the same; one is enough where the data moves nothing."""
+    followed: bool = False
+    """Whether every pass must be an experiment."""
+
+
+class Owners:
+    """Knows to which samples the rows of each layer belong, as far as experiments have shown it."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], usual: int) -> None:
+        self._parameters, self._usual = parameters, usual
+        self.refused: dict[str, str] = {}
+        """Books whose rows cannot be given to samples, and why."""
+        self._known: dict[int, Known] = {}
+        self._seen: set[str] = set()
+        self._passes, self._next = 0, 1
+        self._draw = random.Random(0)
+
+    def begin(self, batch: Batch, inputs: Sequence[Tensor], dropped: set[str]) -> Trial | None:
+        """Makes the forward pass that now begins an experiment, where one is due."""
+        fitting = [x for x in inputs if sample_dim(x, batch.size, self._usual) is not None]
+        if batch.size < 2 or not fitting or int(batch.sample_of().max()) == 0:
+            return None
+        self._passes += 1
+        return Trial(batch, fitting, self._usual, self._passes) if self._is_due(dropped) else None
+
+    def _is_due(self, dropped: set[str]) -> bool:
+        if self._passes >= self._next:  # ever more seldom, and at no fixed times
+            self._next += self._draw.randint(7 * self._next, 15 * self._next)
+            return True
+        trained = {name for name, p in self._parameters.items() if p.requires_grad}
+        unseen = trained - self._seen - dropped - self.refused.keys()
+        orders = [o for o in self._known.values() if not dropped.issuperset(o.site.terms)]
+        doubted = any(order.followed or order.agreed < TRIALS for order in orders)
+        return doubted or bool(unseen and self._passes <= PASSES)
+
+    def learn(self, sightings: Sequence[Sighting]) -> None:
+        """Takes over what an experiment has found."""
+        found: dict[int, list[Sighting]] = {}
+        for sighting in sightings:
+            if sighting.finding.reason:
+                self.refuse(sighting.site, sighting.finding.reason)
+            elif sighting.finding.known:
+                found.setdefault(id(sighting.site), []).append(sighting)
+        for calls in found.values():
+            self._seen |= calls[0].site.terms.keys()
+            self._compare(calls)
+
+    def _compare(self, calls: Sequence[Sighting]) -> None:
+        """Holds what was found of all calls at a site against what earlier experiments found."""
+        site = calls[0].site
+        patterns = {(len(call.lead), call.finding.pattern) for call in calls}
+        regular = len(dict(patterns)) == len(patterns) and None not in dict(patterns).values()
+        order = self._known.get(id(site))
+        if order is None:
+            moves = any(call.moves for call in calls)
+            order = self._known[id(site)] = Known(site, agreed=0 if moves else TRIALS)
+            order.followed = not regular
+        elif not order.followed:
+            known = order.patterns
+            if not regular or any(known.get(ndim, p) != p for ndim, p in patterns):
+                order.followed = True
+                if order.agreed >= TRIALS:  # passes since the last experiment went by a pattern
+                    self.refuse(site, CHANGED)
+        order.patterns |= {ndim: pattern for ndim, pattern in patterns if pattern is not None}
+        order.agreed += 1
+
+    def refuse(self, site: Site, reason: str) -> None:
+        """The site's books have rows that cannot be given to samples."""
+        for book in site.terms:
+            self.refused.setdefault(book, reason)
+
+    def of(
+        self, site: Site, lead: Sequence[int], batch: Batch, seen: Sighting | None
+    ) -> int | Tensor | str:
+        """Whose the rows of a call are: how many neighbors share a sample, or each row's own.
+
+        Or else the reason why that is not known.
+        """
+        for book in site.terms:
+            if book in self.refused:
+                return self.refused[book]
+        if batch.size == 1:
+            return math.prod(lead)
+        found = Finding() if seen is None else seen.finding
+        if found.owners is not None:
+            return found.owners
+        pattern = found.pattern or self._pattern(site, len(lead))
+        stretch = None if pattern is None else pattern.stretch(lead, batch.size)
+        shape = "×".join(map(str, lead)) or "1"
+        return UNSEEN.format(shape, batch.size) if stretch is None else stretch
+
+    def _pattern(self, site: Site, ndim: int) -> Pattern | None:
+        """The site's own pattern, or that which all other uses of the same books share."""
+        own = self._known.get(id(site))
+        if own is not None and (own.followed or ndim in own.patterns):
+            return None if own.followed else own.patterns[ndim]
+        others = [o for o in self._known.values() if o.site.terms.keys() == site.terms.keys()]
+        found = {o.patterns.get(ndim) for o in others if not o.followed}
+        return found.pop() if len(found) == 1 else None
