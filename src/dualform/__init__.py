@@ -21,7 +21,7 @@ from dualform.read import (
     Timeline,
 )
 from dualform.read import open_run as open
-from dualform.record import Recorder, record
+from dualform.record import Recorder, describe, record
 
 __all__ = [
     "Audit",
@@ -37,6 +37,7 @@ __all__ = [
     "Scores",
     "Spotlight",
     "Timeline",
+    "describe",
     "open",
     "record",
     "view",

@@ -9,7 +9,8 @@
     │   └── CorruptError             a committed file does not match its log
     ├── RecordingError (RuntimeError)  the training loop cannot be booked
     │   ├── SampleIdsError (ValueError)   ids that do not fit the batch
-    │   └── NonFiniteError           NaN or infinity reached a gradient
+    │   ├── NonFiniteError           NaN or infinity reached a gradient
+    │   └── RecorderFailedError      recording itself failed; the loop did nothing wrong
     ├── ReadingError (ValueError)    a question the run cannot answer
     │   ├── UnknownLayerError (KeyError)  no such layer or book
     │   ├── UnknownStepError         no such step
@@ -91,6 +92,14 @@ class NonFiniteError(RecordingError):
         )
         error.step = step
         return error
+
+
+class RecorderFailedError(RecordingError):
+    """Recording itself failed; the loop did nothing wrong."""
+
+
+class RecordingEndedWarning(UserWarning):
+    """A failure ended the recording, and the training goes on without it."""
 
 
 class FamilyError(DualformError, ValueError):

@@ -215,3 +215,25 @@ def test_a_missing_package_is_named(name: str, extra: str, monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, f"dualform.integrations.{name}", raising=False)
     with pytest.raises(ImportError, match=rf"pip install 'dualform\[{extra}\]'"):
         __import__(f"dualform.integrations.{name}")
+
+
+def test_saved_states_can_be_gone_on_from(tmp_path: Path) -> None:
+    """`accelerator.save_state` asks model and optimizer for their states: the step is marked."""
+    for resume in (False, True):
+        accelerator = Accelerator(cpu=True)
+        net = Net()
+        model, optimizer, loader = accelerator.prepare(net, sgd(net), DataLoader(Pairs(), 11))
+        if resume:
+            accelerator.load_state(str(tmp_path / "state"))
+        with dualform.record(model, optimizer, tmp_path / "run", resume=resume) as recorder:
+            assert recorder.step == (2 if resume else 0)
+            for _ in range(2):
+                for x, y in with_ids(loader, recorder):
+                    accelerator.backward(F.cross_entropy(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if recorder.step == 2:
+                    accelerator.save_state(str(tmp_path / "state"))
+    run = dualform.open(tmp_path / "run")
+    assert run.steps == 6
+    assert run.audit().remainder <= 1e-6

@@ -174,3 +174,12 @@ def test_other_stages_are_left_alone(tmp_path: Path) -> None:
     module = Module()
     trainer_of(tmp_path, callback).fit(module, loader_of())
     assert dualform.open(tmp_path / "run").steps == 18
+
+
+def test_samples_are_described(tmp_path: Path) -> None:
+    callback = RecordCallback(tmp_path / "run", dataset=Pairs())
+    trainer_of(tmp_path, callback, max_epochs=1).fit(Module(), loader_of())
+    assert callback.recorder.step == 6
+    assert dualform.open(tmp_path / "run").samples.labels == {i: int(Y[i]) for i in range(len(Y))}
+    dualform.describe(tmp_path / "run", ids=[3], labels=["renamed"])
+    assert dualform.open(tmp_path / "run").samples.labels[3] == "renamed"

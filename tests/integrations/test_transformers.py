@@ -22,8 +22,9 @@ from transformers import (
 )
 
 import dualform
-from dualform.errors import RecordingError
+from dualform.errors import RecordingEndedWarning, RecordingError
 from dualform.integrations.transformers import RecordCallback
+from dualform.record.tape import Tape
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 
@@ -237,3 +238,66 @@ def test_a_second_training_does_not_overwrite_the_first(tmp_path: Path) -> None:
     trainer.train()
     with pytest.raises(dualform.DualformError, match="overwrite=True"):
         trainer.train()
+
+
+class Tokenizer:
+    """As much of one as the recorder uses."""
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = False) -> str:
+        assert skip_special_tokens
+        return " ".join(f"w{token}" for token in tokens)
+
+
+class Tokens(Columns):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "text": None, "input_ids": [index, 1]}
+
+
+def test_samples_are_described(tmp_path: Path) -> None:
+    """By the dataset, by the Trainer's tokenizer, and afterwards by the recorder or its path."""
+    callback = RecordCallback(tmp_path / "run", dataset=Columns())
+    with pytest.raises(RecordingError, match=r"nothing has been recorded yet; trainer\.train\(\)"):
+        _ = callback.recorder
+    trainer_of(Net(), arguments(tmp_path, max_steps=2), callback).train()
+    samples = dualform.open(tmp_path / "run").samples
+    assert samples.labels == {i: int(Y[i]) for i in range(COUNT)}
+    preview = samples.preview(3)
+    assert preview is not None
+    assert preview.data == "sample 3"
+
+    assert callback.recorder.step == 2
+    callback.recorder.describe([3], labels=["renamed"])
+    assert dualform.open(tmp_path / "run").samples.labels[3] == "renamed"
+    with pytest.raises(RecordingError, match="is not recording"):
+        callback.recorder.samples([1])
+
+    args, told = (
+        arguments(tmp_path, max_steps=2),
+        RecordCallback(tmp_path / "told", dataset=Tokens()),
+    )
+    trainer_of(Net(), args, told, processing_class=Tokenizer()).train()
+    preview = dualform.open(tmp_path / "told").samples.preview(3)
+    assert preview is not None
+    assert preview.data == "w3 w1"
+
+
+def test_a_failure_of_recording_is_not_the_trainer_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded, plain = Net(), Net()
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    trainer_of(plain, args).train()
+    usual = Tape.write
+
+    def failing(self: Tape, step: int, *args: Any) -> int:
+        if step == 5:
+            raise MemoryError("no more of it")
+        return usual(self, step, *args)
+
+    monkeypatch.setattr(Tape, "write", failing)
+    callback = RecordCallback(tmp_path / "run")
+    with pytest.warns(RecordingEndedWarning, match=r"MemoryError: no more of it.*up to step 4\."):
+        trainer_of(recorded, args, callback).train()
+    assert same_weights(recorded, plain)
+    assert isinstance(callback.recorder.failure, RecordingError)
+    assert dualform.open(tmp_path / "run").audit().remainder <= 1e-6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from dualform.errors import (
     FormatVersionError,
     LedgerError,
     NotARunError,
+    RecordingEndedWarning,
     RunExistsError,
 )
 from dualform.ledger import Block, Ledger, LedgerWriter, RunInfo, Stream
@@ -224,7 +226,7 @@ def test_a_disk_that_fills(small_disk: Path) -> None:
         pytest.raises(
             LedgerError, match=r"is full .*The run is readable up to step \d+; make room"
         ),
-        dualform.record(model, optimizer, path) as recorder,
+        dualform.record(model, optimizer, path, strict=True) as recorder,
     ):
         for _ in range(400):
             model(torch.randn(32, 64)).square().mean().backward()
@@ -236,6 +238,30 @@ def test_a_disk_that_fills(small_disk: Path) -> None:
     assert run.check() == []
     assert run.audit().remainder <= 1e-6
     assert not list(path.rglob("*.draft"))
+
+
+def test_a_disk_that_fills_does_not_stop_training(small_disk: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with (  # noqa: PT031
+        pytest.warns(
+            RecordingEndedWarning, match=r"is full .*is readable up to step \d+"
+        ) as warned,
+        dualform.record(model, optimizer, small_disk / "run") as recorder,
+    ):
+        for _ in range(400):
+            model(torch.randn(32, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.checkpoint()
+    assert len(warned) == 1
+    run = dualform.open(small_disk / "run")
+    assert 10 < run.steps < 400
+    assert run.audit().remainder <= 1e-6
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free))
+    with pytest.raises(LedgerError, match=r"cannot write to .*No space left on device; make room"):
+        dualform.record(model, optimizer, small_disk / "another").__enter__()
 
 
 def test_permission_lost(tmp_path: Path) -> None:

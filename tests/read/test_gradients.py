@@ -32,7 +32,7 @@ DIRECT = {
         "block.2.bias",
     },
 }
-"""What is differentiated query by query. A maximum is no sum of rows, and is booked by step as well.
+"""What is differentiated query by query. A maximum is no sum of rows, and is booked by step too.
 A reentrant checkpoint makes its calls in the backward pass, when nobody looks."""
 REFUSED = "Embedding, max_norm"
 """It changes its weights when it is called; see the tests of bad input."""

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import dualform
-from dualform.errors import NonFiniteError, RecordingError, SampleIdsError
+from dualform.errors import (
+    NonFiniteError,
+    RecordingEndedWarning,
+    RecordingError,
+    SampleIdsError,
+)
 
 
 def mlp() -> nn.Sequential:
@@ -459,7 +464,9 @@ def test_a_small_buffer_makes_many_shards(tmp_path: Path, data: tuple[Tensor, Te
 def test_a_failed_start_leaves_the_run_free(tmp_path: Path) -> None:
     model = mlp()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError):
+    with pytest.raises(
+        RecordingError, match="the dataset is a int, whose items cannot be read by number"
+    ):
         dualform.record(model, optimizer, tmp_path / "run", dataset=7).__enter__()
     with dualform.record(model, optimizer, tmp_path / "run", overwrite=True):
         pass
@@ -506,12 +513,24 @@ def test_asking_does_not_change_the_model(tmp_path: Path, data: tuple[Tensor, Te
 def test_nan_in_the_loss(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
     model, (x, y) = mlp(), data
     optimizer = SGD(model.parameters(), lr=0.1)
+    message = r"is not finite at step 4 \(NaN in the loss\?\)"
     with (  # noqa: PT012
-        pytest.raises(NonFiniteError, match=r"is not finite at step 4 \(NaN in the loss\?\)"),
-        dualform.record(model, optimizer, tmp_path / "run"),
+        pytest.raises(NonFiniteError, match=message),
+        dualform.record(model, optimizer, tmp_path / "run", strict=True),
     ):
         for number in range(20):
             step(model, optimizer, x * (torch.nan if number == 3 else 1), y)
+    assert dualform.open(tmp_path / "run").steps == 3
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    with (  # noqa: PT031
+        pytest.warns(RecordingEndedWarning, match=message),
+        dualform.record(model, optimizer, tmp_path / "run", overwrite=True) as recorder,
+    ):
+        for number in range(20):
+            step(model, optimizer, x * (torch.nan if number == 3 else 1), y)
+            if number == 10:
+                recorder.checkpoint()
     assert dualform.open(tmp_path / "run").steps == 3
 
 

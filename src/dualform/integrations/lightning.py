@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from dualform.errors import RecordingError
 from dualform.integrations.ids import Carried, Ids, is_indexed, naming
-from dualform.integrations.session import Session, resuming
+from dualform.integrations.session import Session, resuming, started
 from dualform.record import Recorder
 
 try:
@@ -43,7 +43,7 @@ class RecordCallback(Callback):
     Args:
         path: the run folder.
         ids_of: gives the ids of a batch; for data without an index, such as streams.
-        options: those of `dualform.record`: overwrite, resume, dataset, buffer_bytes.
+        options: those of `dualform.record`, such as overwrite, dataset or strict.
     """
 
     def __init__(
@@ -55,15 +55,14 @@ class RecordCallback(Callback):
     ) -> None:
         self._path, self._ids_of, self._options = Path(path), ids_of, options
         self._session: Session | None = None
+        self._recorder: Recorder | None = None
         self._waiting: deque[Ids] = deque()
         self._restore: Callable[[], None] | None = None
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder, while training runs."""
-        if self._session is None:
-            raise RecordingError("nothing is being recorded; trainer.fit(…) starts it.")
-        return self._session.recorder
+        """The recorder of the training that runs, or that ran last."""
+        return started(self._recorder, "trainer.fit(…)")
 
     def close(self, error: BaseException | None = None) -> None:
         """Ends the recording, if there is one."""
@@ -95,6 +94,7 @@ class RecordCallback(Callback):
         options = resuming(self._path, trainer.global_step, self._options)
         optimizer = trainer.optimizers[0]
         self._session = Session(self, pl_module, optimizer, self._path, **options)
+        self._recorder = self._session.recorder
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

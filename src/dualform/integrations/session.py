@@ -50,6 +50,21 @@ class Session:
         self._abandon()
 
 
+def started(recorder: Recorder | None, start: str) -> Recorder:
+    """A callback's recorder; before training there is none, and an error says what to do instead.
+
+    >>> started(None, "trainer.fit(…)")
+    Traceback (most recent call last):
+    dualform.errors.RecordingError: nothing has been recorded yet; trainer.fit(…) starts it. ...
+    """
+    if recorder is None:
+        raise RecordingError(
+            f"nothing has been recorded yet; {start} starts it. To describe samples, give "
+            "RecordCallback(path, dataset=…), or call dualform.describe(path, dataset) afterwards."
+        )
+    return recorder
+
+
 def resuming(path: Path, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """The options for training that starts after `steps`: it goes on with its run, if there is one.
 

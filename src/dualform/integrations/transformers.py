@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from dualform.errors import RecordingError
 from dualform.integrations.ids import Ids, carry_in_place, check_loader, is_indexed
-from dualform.integrations.session import Session, resuming
+from dualform.integrations.session import Session, resuming, started
 from dualform.record import Recorder
 
 try:
@@ -48,20 +49,20 @@ class RecordCallback(TrainerCallback):
         path: the run folder.
         ids: False to leave ids out; samples are then numbered in the order they are seen, as they
             are where the dataset is a stream.
-        options: those of `dualform.record`: overwrite, resume, dataset, buffer_bytes.
+        options: those of `dualform.record`, such as overwrite, dataset or strict.
+            The Trainer's tokenizer decodes the dataset's `input_ids`, unless another is given.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, ids: bool = True, **options: Any) -> None:
         self._path, self._ids, self._options = Path(path), ids, options
         self._session: Session | None = None
+        self._recorder: Recorder | None = None
         self._unnamed = False
 
     @property
     def recorder(self) -> Recorder:
-        """The recorder, while training runs."""
-        if self._session is None:
-            raise RecordingError("nothing is being recorded; trainer.train() starts it.")
-        return self._session.recorder
+        """The recorder of the training that runs, or that ran last."""
+        return started(self._recorder, "trainer.train()")
 
     def samples(self, ids: Any) -> None:
         """Names the samples of the next forward pass; for a `compute_loss` of your own."""
@@ -85,7 +86,9 @@ class RecordCallback(TrainerCallback):
         if named:
             check_loader(loader)
         options = resuming(self._path, state.global_step, self._options)
+        options.setdefault("decode", _decoder(kwargs.get("processing_class")))
         self._session = Session(self, model, kwargs["optimizer"], self._path, **options)
+        self._recorder = self._session.recorder
         if named:
             self._take_ids(self._session, model, loader)
 
@@ -101,10 +104,17 @@ class RecordCallback(TrainerCallback):
         """The next batch of an accumulated step has not been named yet."""
         self._unnamed = True
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Marks the step that the Trainer is about to save: a kill may come in between."""
+        if control.should_save and self._session is not None:
+            self._session.recorder.checkpoint()
+
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Marks the step the Trainer has just saved."""
+        """Marks the step the Trainer has just saved, where that was decided late."""
         if self._session is not None:
             self._session.recorder.checkpoint()
         self.on_epoch_end(args, state, control)
@@ -113,6 +123,7 @@ class RecordCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ends the recording with the last step, before the Trainer may load its best weights."""
+        self.on_step_end(args, state, control)
         if control.should_training_stop:
             self.close()
 
@@ -164,6 +175,12 @@ def _as_column(batch: Any, ids: Ids) -> Any:
         )
     batch[COLUMN] = ids
     return batch
+
+
+def _decoder(tokenizer: Any) -> Callable[[list[int]], str] | None:
+    """What makes texts of token ids; None where the Trainer has no tokenizer."""
+    decode = getattr(tokenizer, "decode", None)
+    return None if decode is None else partial(decode, skip_special_tokens=True)
 
 
 def _check(args: TrainingArguments) -> None:

@@ -1,5 +1,6 @@
 """Watching a training loop and booking what it does to every parameter."""
 
-from dualform.record.recorder import Recorder, record
+from dualform.record.entry import describe, record
+from dualform.record.recorder import Recorder
 
-__all__ = ["Recorder", "record"]
+__all__ = ["Recorder", "describe", "record"]

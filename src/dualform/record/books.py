@@ -205,12 +205,12 @@ class Books:
     def _seen(self, name: str, gradient: Tensor) -> Tensor:
         """What a step keeps of a gradient."""
         look = self._looks[name]
+        if gradient.is_sparse:
+            whole_rows = self._terms[name].view == "rows" and gradient.sparse_dim() == 1
+            gradient = _some_rows(gradient, look.rows) if whole_rows else gradient.to_dense()
         if look.vectors is None:
             flat = gradient.reshape(-1)
             return flat if look.height == len(flat) else flat[look.rows]
-        if gradient.is_sparse:
-            product: Tensor = torch.sparse.mm(gradient, look.vectors)
-            return product[look.rows].flatten()
         term = self._terms[name]
         if term.view != "rows" or gradient.ndim > 2:
             gradient = as_matrix(gradient, term.view, term.groups)
@@ -275,3 +275,11 @@ class Books:
         self._group_count = len(groups)
         self._by_step |= {n for n in self._reasons if self._groups[self._columns[n]] >= 0}
         self._arrange()
+
+
+def _some_rows(gradient: Tensor, rows: slice) -> Tensor:
+    """Some rows of a table's sparse gradient; only those are made dense."""
+    places, values = gradient._indices()[0], gradient._values()
+    inside = (places >= rows.start) & (places < rows.stop)
+    dense = values.new_zeros(rows.stop - rows.start, *values.shape[1:])
+    return dense.index_add_(0, places[inside] - rows.start, values[inside])

@@ -81,6 +81,8 @@ class Glances:
 
 def _some(parameter: Tensor) -> Tensor:
     """A view of neighboring elements from the middle of the parameter, as it lies in memory."""
+    if parameter.is_floating_point() and parameter.itemsize == 1:
+        parameter = parameter.view(torch.uint8)  # torch does not put 8-bit floats beside others
     order = sorted(range(parameter.ndim), key=parameter.stride, reverse=True)
     lying = parameter.permute(order)
     if not lying.is_contiguous():

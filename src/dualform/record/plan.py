@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
 from dualform.ledger import Book
+from dualform.ledger.tensors import CODES
 from dualform.record.layers import is_scripted
 from dualform.record.layers.computed import computed_weight
 from dualform.record.layers.derived import LARGEST
@@ -35,7 +36,7 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
     refuse_wrapped(model)
     parameters = dict(model.named_parameters())
     refuse_unready(parameters)
-    refuse_complex(model, parameters)
+    refuse_unwritable(model, parameters)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not known.intersection(map(id, parameters.values())):
         raise RecordingError(
@@ -127,17 +128,26 @@ def refuse_unready(parameters: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def refuse_complex(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuses numbers that a run cannot hold."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor) or not tensor.is_complex():
-            continue
-        cure = "register it with persistent=False"
-        if name in parameters:
-            cure = "keep torch.view_as_real of it, and use torch.view_as_complex in forward"
-        raise RecordingError(
-            f"'{name}' has dtype {dtype_name(tensor.dtype)}, and runs hold real numbers; {cure}."
-        )
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's state dict; a module's `get_extra_state` may give anything."""
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def refuse_unwritable(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses tensors that a run cannot hold."""
+    for name, tensor in state_tensors(model).items():
+        dtype, cure = dtype_name(tensor.dtype), "register it with persistent=False"
+        if tensor.is_complex():
+            if name in parameters:
+                cure = "keep torch.view_as_real of it, and use torch.view_as_complex in forward"
+            raise RecordingError(f"'{name}' has dtype {dtype}, and runs hold real numbers; {cure}.")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise RecordingError(f"'{name}' is {kind}, and runs hold dense tensors; {cure}.")
+        if tensor.dtype not in CODES:
+            known = ", ".join(map(dtype_name, CODES))
+            raise RecordingError(f"'{name}' has dtype {dtype}, and runs hold {known}; {cure}.")
 
 
 def reason_of(model: nn.Module, name: str) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,19 +15,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from dualform.errors import RecordingError
+from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.record.books import Books
-from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
-from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
+from dualform.record.glance import Glance
+from dualform.record.guard import Guard, starting
+from dualform.record.kept import Keeper
+from dualform.record.optimizers import Rule, StateRule, rule_for
 from dualform.record.plan import Plan, is_nested, make_plan, torch_optimizer, uncompiled
 from dualform.record.probe import Evidence
+from dualform.record.saving import Saving
 from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step, probes_of
-from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
+from dualform.record.start import Opened, resume_run, start_run
 from dualform.record.tally import settle_factors
 from dualform.record.watch import Watch
 
+BEFORE, AFTER = "before the optimizer's step", "after the optimizer's step"
 FLUSH_SECONDS = 30.0
 WITNESS = 8
 """Weights are kept with a shard when that adds at most an eighth to what was written."""
@@ -57,49 +63,57 @@ class Recorder:
         optimizer: Optimizer,
         path: Path,
         *,
-        dataset: Any = None,
+        describe: Callable[[Path], None] | None = None,
         resume: bool = False,
         overwrite: bool = False,
         buffer_bytes: int = 128 << 20,
+        strict: bool = False,
     ) -> None:
         self.path = path
         self.step = 0
         """How many optimizer steps are recorded."""
         self._model, self._optimizer = model, torch_optimizer(optimizer)
-        self._dataset, self._resume, self._overwrite = dataset, resume, overwrite
+        self._describe, self._resume, self._overwrite = describe, resume, overwrite
         self._buffer_bytes = buffer_bytes
         self._handles: list[RemovableHandle] = []
+        self._guard = Guard(strict)
+        self._broken_off = False
 
     def __repr__(self) -> str:
-        state = "recording" if self._handles else "not recording"
+        state = "recording" if self._handles and self.failure is None else "not recording"
         return f"Recorder({str(self.path)!r}, {state}, step {self.step})"
+
+    @property
+    def failure(self) -> DualformError | None:
+        """What ended the recording before the loop did; None where nothing has."""
+        return self._guard.failure
 
     def __enter__(self) -> Recorder:
         model, optimizer = self._model, self._optimizer
-        rule = rule_for(optimizer)
-        plan = make_plan(model, optimizer, rule)
-        if self._resume:
-            opened = resume_run(self.path, model, optimizer, plan, rule)
-        else:
-            opened = start_run(self.path, model, optimizer, plan, rule, self._overwrite)
-        self._writer, self.step = opened.writer, opened.writer.committed
-        try:
-            self._begin(opened, plan, rule)
-        except BaseException:
-            self._writer.abandon()
-            raise
+        with starting(self.path):
+            rule = rule_for(optimizer)
+            plan = make_plan(model, optimizer, rule)
+            if self._resume:
+                opened = resume_run(self.path, model, optimizer, plan, rule)
+            else:
+                opened = start_run(self.path, model, optimizer, plan, rule, self._overwrite)
+            self._writer, self.step = opened.writer, opened.writer.committed
+            try:
+                self._begin(opened, plan, rule)
+            except BaseException:
+                self._writer.abandon()
+                raise
         return self
 
     def _begin(self, opened: Opened, plan: Plan, rule: Rule) -> None:
         model, optimizer = self._model, self._optimizer
-        self._plan, self._rule = plan, rule
-        if self._dataset is not None:
-            describe_dataset(self.path, self._dataset)
+        self._rule, self._keeper = rule, Keeper(model, optimizer, plan, rule)
+        if self._describe is not None:
+            self._describe(self.path)
         self._books = Books(model, plan, rule, optimizer)
         booked = plan.parameters if rule.fields else {}
-        self._watch = Watch(model, booked, self.step + 1, opened.streams)
-        ports = self._watch.ports.all
-        refused = self._watch.owners.refused
+        self._watch = Watch(model, booked, self.step + 1, opened.streams, self._guard)
+        ports, refused = self._watch.ports.all, self._watch.owners.refused
         self._settler = Settler(
             plan, ports, opened.samples, opened.numbered, refused, self._books.glances
         )
@@ -108,15 +122,16 @@ class Recorder:
         self._parcel_bytes = self._delivery.parcel_bytes(self._buffer_bytes)
         self._seen_ports = 0
         self._steps: list[Step] = []
-        self._joined: set[int] = set()
-        """The books that have made a step by row."""
         self._current: Step | None = None
         self._due: tuple[bool, str] | None = None
         """How the steps so far are to be handed over: whether as a shard, and its mark."""
         self._step_bytes = self._shard_bytes = self._unwitnessed = 0
         self._flushed = time.monotonic()
         self._keep_by_step(set(opened.by_step))
+        self._marked: tuple[int, Glance] = (-1, ())
+        """The step that was marked last, and the weights it was marked with."""
         self._eagerly = uncompiled()
+        self._saving = Saving(model, optimizer, self.checkpoint)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -132,9 +147,13 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._saving.close()
         self._eagerly.close()
         try:
-            self._finish()
+            if self.failure is None:
+                self._guard.run("at the end", self._finish)
+            if self.failure is not None:
+                self._break_off()
         except BaseException:
             if error is None:  # else the error that ended the loop is the one to see
                 raise
@@ -147,7 +166,7 @@ class Recorder:
         Without it, samples are numbered in the order they are seen, each visit anew.
         """
         self._require_recording()
-        self._watch.samples(ids)
+        self._guard.run("when samples were named", self._watch.samples, ids)
 
     def describe(
         self,
@@ -161,18 +180,31 @@ class Recorder:
         Args:
             columns: what else is known of each sample, such as `{"source": ["web", "book"]}`.
         """
-        describe_samples(self.path, ids, labels, previews, columns)
+        describe = (self.path, ids, labels, previews, columns)
+        self._guard.run("when samples were described", describe_samples, *describe)
 
     def checkpoint(self) -> None:
         """Marks this step: everything so far is made durable, and the weights are kept.
 
-        Call it where you save the model and the optimizer; `record(..., resume=True)` goes on
-        from the marked step whose weights the model has.
+        `record(..., resume=True)` goes on from the marked step whose weights the model has. A loop
+        that saves both model and optimizer need not call it: the step is marked by itself as soon
+        as both were asked for their `state_dict()`, before anything is written. Where only the
+        model is saved, call it before saving: a file of a step that is not marked yet is of no use
+        should training be killed just then.
         """
         self._require_recording()
+        self._guard.run("at a checkpoint", self._mark_step)
+        if self.failure is not None:
+            self._break_off()
+
+    def _mark_step(self) -> None:
+        now, (step, then) = self._books.glances.take(), self._marked
+        if step == self.step and not self._books.glances.differing([then], [now]):
+            return  # saving has marked it already
         self._book_late_changes()
         self._hand_over(flush=True, mark="checkpoint")
         self._delivery.wait()
+        self._marked = (self.step, now)
 
     def _require_recording(self) -> None:
         if not self._handles:
@@ -182,11 +214,37 @@ class Recorder:
 
     def _finish(self) -> None:
         try:
-            self._book_late_changes()
-            broken_off = self._current is not None  # then the weights are no step's
-            self._hand_over(flush=True, mark="" if broken_off else "final")
+            self._hand_over_rest()
         finally:
             self._delivery.close()
+
+    def _hand_over_rest(self) -> None:
+        self._book_late_changes()
+        broken_off = self._current is not None  # then the weights are no step's
+        self._hand_over(flush=True, mark="" if broken_off else "final")
+
+    def _break_off(self, whole: bool = True) -> None:
+        """After a failure: commits the whole steps so far, gives the run free, and warns once.
+
+        `whole` is False where the weights are those of a step that could not be booked. Then steps
+        that were not handed over yet are lost as well, since what they did to a parameter as a
+        whole can no longer be told.
+        """
+        if self._broken_off:
+            return
+        self._broken_off = True
+        if not self._watch.is_inside:
+            self._watch.close()
+        rest = (self._hand_over_rest, partial(self._hand_over, True, keep=False))
+        for action in (*(rest if whole else ()), self._delivery.close, self._writer.abandon):
+            with suppress(Exception):  # the failure itself is what is reported
+                action()
+        self._steps = []
+        self._watch.ports.forget()
+        if not self._guard.strict:
+            kept = f"The run '{self.path}' is readable up to step {self._writer.committed}."
+            ended = f"recording has ended; training is not affected. {self.failure} {kept}"
+            warnings.warn(ended, RecordingEndedWarning, stacklevel=3)
 
     def _book_late_changes(self) -> None:
         """What the loop did after the last step to books kept by step belongs to that step."""
@@ -197,6 +255,14 @@ class Recorder:
                 last.states = self._books.as_observed(last.states, book)
 
     def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        changed = self._guard.run(BEFORE, self._prepare, optimizer, args, kwargs)
+        if self.failure is not None:
+            self._break_off()
+        return changed
+
+    def _prepare(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if is_nested(optimizer):
@@ -223,7 +289,9 @@ class Recorder:
 
         def observed() -> Any:
             loss = closure()
-            self._observe()
+            self._guard.run(BEFORE, self._observe)
+            if self.failure is not None:
+                self._break_off()
             return loss
 
         return observed
@@ -290,6 +358,11 @@ class Recorder:
             self._settler.outside -= books
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._guard.run(AFTER, self._book_step, optimizer)
+        if self.failure is not None:
+            self._break_off(whole=False)
+
+    def _book_step(self, optimizer: Optimizer) -> None:
         if self._current is None or is_nested(optimizer):
             return
         step, self._current = self._current, None
@@ -297,33 +370,26 @@ class Recorder:
         step.before, step.after = self._before, self._books.glances.take()
         self.step = step.number
         self._watch.end_step()
+        self._saving.end_step()
         self._steps.append(step)
         self._step_bytes += step.nbytes
         size = self._watch.bytes + self._step_bytes
         overdue = time.monotonic() - self._flushed > FLUSH_SECONDS
-        if self._must_keep(step.states):
+        if self._keeper.is_due(step.states):
             self._due = (True, "state")
         elif overdue or size >= self._parcel_bytes:
             self._due = (overdue or self._shard_bytes + size >= self._buffer_bytes, "")
         if self._due and not self._books.shared:
             self._hand_over(*self._due)
 
-    def _must_keep(self, states: Sequence[int]) -> bool:
-        """Whether the rule needs what the optimizer remembers after this step."""
-        if not isinstance(self._rule, StateRule):
-            return False
-        joined = {at for at, state in enumerate(states) if state == BY_ROW} - self._joined
-        self._joined |= joined
-        return self._rule.keeps(self._optimizer, bool(joined))
-
-    def _hand_over(self, flush: bool, mark: str = "") -> None:
+    def _hand_over(self, flush: bool, mark: str = "", keep: bool = True) -> None:
         """Gives the steps so far to the writer's thread, with the weights where they are due."""
         size = self._watch.bytes + self._step_bytes
         self._shard_bytes += size
         self._unwitnessed += size
         weights = None
-        if mark or (flush and self._unwitnessed >= WITNESS * self._weight_bytes()):
-            weights, self._unwitnessed = self._kept(), 0
+        if keep and (mark or (flush and self._unwitnessed >= WITNESS * self._keeper.nbytes)):
+            weights, self._unwitnessed = self._keeper.weights(), 0
         if flush:
             self._shard_bytes, self._flushed = 0, time.monotonic()
         steps, self._steps, self._step_bytes, self._due = self._steps, [], 0, None
@@ -332,58 +398,3 @@ class Recorder:
         now, mark = self._books.span_glance, mark or "flush"
         parcel = Parcel(steps, pages, span, self.step, flush, weights, mark, now)
         self._delivery.take(parcel)
-
-    def _kept(self) -> dict[str, Tensor]:
-        """The weights, and what the optimizer remembers where its rule needs that."""
-        weights = snapshot(self._model)
-        if isinstance(self._rule, StateRule):
-            weights |= memories(self._optimizer, self._plan, self._rule)
-        return weights
-
-    def _weight_bytes(self) -> int:
-        """What the weights take when they are kept, with what the optimizer remembers."""
-        kept = 2 + len(self._rule.state) if isinstance(self._rule, StateRule) else 1
-        return kept * sum(parameter.nbytes for parameter in self._model.parameters())
-
-
-def record(
-    model: nn.Module,
-    optimizer: Optimizer,
-    path: str | os.PathLike[str],
-    *,
-    dataset: Any = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    buffer_bytes: int = 128 << 20,
-) -> Recorder:
-    """Records the training loop inside the `with` statement as a ledger at `path`.
-
-    >>> import tempfile, torch, dualform
-    >>> path = tempfile.mkdtemp() + "/run"
-    >>> model = torch.nn.Linear(3, 2)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    >>> with dualform.record(model, optimizer, path) as recorder:
-    ...     for ids in ([0, 1], [2, 3]):
-    ...         recorder.samples(ids)
-    ...         loss = model(torch.randn(2, 3)).square().mean()
-    ...         loss.backward(); optimizer.step(); optimizer.zero_grad()
-    >>> dualform.open(path).steps
-    2
-
-    Args:
-        dataset: a map-style dataset whose item `i` is sample id `i`; its labels and small previews
-            of its inputs are kept with the run.
-        resume: go on with the run at `path`, from the marked step whose weights the model has.
-        overwrite: replace the run at `path`.
-        buffer_bytes: how much is held in memory before it is written as one file; when the disk
-            is slower than training, training waits rather than memory filling up.
-    """
-    return Recorder(
-        model,
-        optimizer,
-        Path(path),
-        dataset=dataset,
-        resume=resume,
-        overwrite=overwrite,
-        buffer_bytes=buffer_bytes,
-    )

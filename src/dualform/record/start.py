@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
-from dualform.ledger.format import BUFFER, STATE
 from dualform.ledger.samples import decode_ids
+from dualform.record.kept import buffered, memories, snapshot
 from dualform.record.optimizers import Rule, StateRule
-from dualform.record.plan import Plan
+from dualform.record.plan import Plan, state_tensors
 
 
 @dataclass(frozen=True)
@@ -74,32 +74,6 @@ def resume_run(
     return Opened(writer, table, numbered, by_step, ledger.info.declarations)
 
 
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and persistent buffers, each once even where it is shared."""
-    seen: set[int] = set()
-    copies = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            copies[name] = tensor.detach().clone()
-    return copies
-
-
-def memories(optimizer: Optimizer, plan: Plan, rule: Rule) -> dict[str, Tensor]:
-    """What the optimizer remembers now: each parameter's buffer, and what else the rule needs."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in plan.parameters.items():
-        for part, memory in rule.memory(optimizer, parameter).items():
-            key = BUFFER if part == rule.buffer else f"{STATE}{part}:"
-            found[key + name] = memory.detach().clone()
-    return found
-
-
-def buffered(memory: dict[str, Tensor]) -> list[str]:
-    """The parameters that have a buffer."""
-    return sorted(name.removeprefix(BUFFER) for name in memory if name.startswith(BUFFER))
-
-
 def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
     for step in reversed(ledger.kept_steps):
         kept = ledger.weights(step)
@@ -107,8 +81,8 @@ def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
             return step
     raise UnknownStepError(
         f"cannot go on with '{ledger.path}': the model's weights are those of none of its kept "
-        f"steps {ledger.kept_steps}; load the checkpoint you saved where you called "
-        "recorder.checkpoint()."
+        f"steps {ledger.kept_steps}; load a checkpoint of one of them. A step is kept where model "
+        "and optimizer are saved, or where recorder.checkpoint() is called before saving."
     )
 
 
@@ -134,7 +108,7 @@ def _check_same(ledger: Ledger, plan: Plan, rule: Rule) -> None:
 
 
 def _metadata(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    state = model.state_dict(keep_vars=True)
+    state = state_tensors(model)
     first = {id(tensor): name for name, tensor in reversed(state.items())}
     aliases = {name: first[id(t)] for name, t in state.items() if first[id(t)] != name}
     groups = optimizer.state_dict()["param_groups"]

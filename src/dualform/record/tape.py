@@ -190,6 +190,11 @@ class Pool:
             page.clear()
             self._free[page.form].append(page)
 
+    def forget(self) -> None:
+        """Frees the memory of pages that wait."""
+        for free in self._free.values():
+            free.clear()
+
 
 class Tape:
     """The pages one layer's rows are written to."""

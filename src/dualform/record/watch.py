@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from dualform.ledger import Declaration, Stream
 from dualform.ledger.samples import SampleId, check_ids, listed
 from dualform.memory.blocks import matrix_shape
+from dualform.record.guard import Guard
 from dualform.record.layers import (
     Finder,
     Hook,
@@ -39,6 +41,7 @@ from dualform.record.passes import Batches, Here, Reached
 from dualform.record.tape import Batch, Page, Pool, Tape
 
 NOTHING = nullcontext()
+FORWARD, BACKWARD = "in the forward pass", "in the backward pass"
 
 
 class Port:
@@ -84,6 +87,12 @@ class Ports:
         if at not in self._by_site:
             self._by_site[at] = self._open(rows, order)
         return self._by_site[at]
+
+    def forget(self) -> None:
+        """Frees the memory of all that was written, when nothing more will be."""
+        for port in self.all:
+            port.tape.take()
+        self.pool.forget()
 
     def _open(self, rows: Rows, order: int) -> Port | None:
         site = rows.site
@@ -136,8 +145,10 @@ class Watch:
         parameters: Mapping[str, nn.Parameter],
         step: int,
         known: Iterable[Declaration] = (),
+        guard: Guard | None = None,
     ) -> None:
         self.ports = Ports(parameters, known)
+        self._guard = guard or Guard(strict=True)
         self.step = step
         """The step under way."""
         self.bytes = 0
@@ -151,7 +162,8 @@ class Watch:
         self._batches, self._reached = Batches(step), Reached(parameters)
         self._calls = 0
         self._find = Finder(parameters)
-        self._mode = Watching(self._find, kinds(), self._take)
+        self._find.guard = partial(self._guard.run, FORWARD)
+        self._mode = Watching(self._find, kinds(), self._guard.around(FORWARD, self._take))
         self._here = Here()
         self._root, self._handles = model, list[RemovableHandle]()
         self._parts: dict[nn.Module, list[RemovableHandle]] = {}
@@ -199,6 +211,11 @@ class Watch:
 
     # Hooks
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is inside a call of the model, whose hooks stay until it ends."""
+        return self._here.depth > 0
+
     def close(self) -> None:
         """Takes every hook off."""
         own = [handle for pair in self._parts.values() for handle in pair]
@@ -220,7 +237,7 @@ class Watch:
 
     def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._enter()
-        self._begin_batch(module, args, kwargs)
+        self._guard.run(FORWARD, self._begin_batch, module, args, kwargs)
 
     def _begin_batch(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
@@ -234,8 +251,11 @@ class Watch:
         self._owner_calls += bool(module._parameters)
         if self._here.depth == 1:  # called by itself, not from within the model
             self._alone.add(module)
-            given = list(tensors_in((args, kwargs)))
-            self._begin_trial(module, self._batches.begin_inside(given), given)
+            self._guard.run(FORWARD, self._begin_part, module, args, kwargs)
+
+    def _begin_part(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = list(tensors_in((args, kwargs)))
+        self._begin_trial(module, self._batches.begin_inside(given), given)
 
     def _begin_trial(self, module: nn.Module, batch: Batch | None, given: Sequence[Tensor]) -> None:
         """Makes the pass an experiment where one is due, to the end of this call."""
@@ -249,8 +269,10 @@ class Watch:
             handle.remove()
             self._here.trial = None
             trial.twins.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self.owners.learn(trial.close())
+            if self._guard.failure is None:
+                self._guard.run(FORWARD, lambda: self.owners.learn(trial.close()))
 
+        trial.twins.guard = self._find.guard
         handle = module.register_forward_hook(Hook(end), always_call=True)
         self._here.trial = trial
         trial.twins.__enter__()  # type: ignore[no-untyped-call]
@@ -289,7 +311,8 @@ class Watch:
         """In a model of plain linear layers, only their own calls need to be seen."""
         for handle in self._around_root:
             handle.remove()
-        begin, see = Hook(self._begin_batch), Hook(self._see_linear)
+        begin = Hook(self._guard.around(FORWARD, self._begin_batch))
+        see = Hook(self._guard.around(FORWARD, self._see_linear))
         self._handles.append(self._root.register_forward_pre_hook(begin, with_kwargs=True))
         self._handles += [layer.register_forward_hook(see) for layer in layers]
 
@@ -312,7 +335,8 @@ class Watch:
         single = batch is not None and batch.size == 1  # as its first layer may have shown
         seen = None if trial is None or single else trial.observe(use)
         if batch is not None:
-            when_errors_come(use, self._backward(use, batch, seen))
+            backward = self._guard.around(BACKWARD, self._backward(use, batch, seen))
+            when_errors_come(use, backward)
 
     def _backward(
         self, use: Seen, batch: Batch, seen: Sequence[Sighting] | None

@@ -66,7 +66,7 @@ def train(
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> train(model, optimizer, torch.randn(8, 3), torch.randn(8, 2), Loop(steps=2))
     """
-    recording = nullcontext() if path is None else record(model, optimizer, path)
+    recording = nullcontext() if path is None else record(model, optimizer, path, strict=True)
     rate = [group["lr"] for group in optimizer.param_groups]
     with recording as recorder:
         for number, ids in enumerate(loop.batches(len(inputs))):

@@ -25,7 +25,10 @@ class AttentionForward(LayerKind):
         self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
     ) -> tuple[Any, None]:
         """Only the calls inside leave rows."""
-        return inside(_undelegated(func), args, kwargs, axis=1), None
+        twin = find.guard(_undelegated, func)
+        if twin is None:  # recording has ended
+            return func(*args, **kwargs), None
+        return inside(twin, args, kwargs, axis=1), None
 
 
 @cache

@@ -43,9 +43,9 @@ class Recurrent(LayerKind):
         self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
     ) -> tuple[Any, RecurrentUse | None]:
         """Rows for every matrix; dropout between layers starts from the random state before."""
-        call = Call.of(func, args, kwargs)
+        call = find.guard(Call.of, func, args, kwargs)
         out = func(*args, **kwargs)
-        if not call.replayable:
+        if call is None or not call.replayable:
             return out, None  # dropout drawn inside a fused kernel
         return out, RecurrentUse(find, call, out if isinstance(out, tuple) else (out,))
 

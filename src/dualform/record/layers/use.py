@@ -198,6 +198,8 @@ class Finder:
         """Outputs of table reads in this forward pass, which may yet be broadcast."""
         self._made: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         self._alive = 64
+        self.guard: Callable[..., Any] = _run
+        """Runs what looks at a call of the model. A recorder's returns None after a failure."""
 
     def __call__(self, tensor: Any) -> Found | None:
         """The parameter behind a tensor that is trained, or None."""
@@ -259,6 +261,10 @@ class Finder:
         except KeyError:
             site = build()
             return self._sites.setdefault(key, site if site.terms else None)
+
+
+def _run(action: Callable[..., Any], *args: Any) -> Any:
+    return action(*args)
 
 
 def _distinct(tensor: Tensor) -> bool:
@@ -328,9 +334,12 @@ class LayerKind:
     def see(
         self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
     ) -> tuple[Any, Seen | None]:
-        """Makes the call; its output and its use. `inside` makes it with its own calls watched."""
+        """Makes the call; its output and its use. `inside` makes it with its own calls watched.
+
+        The model's own call must not fail because of ours: only that call is outside of the guard.
+        """
         out = func(*args, **kwargs)
-        return out, self.use(find, func, args, kwargs, out)
+        return out, find.guard(self.use, find, func, args, kwargs, out)
 
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any

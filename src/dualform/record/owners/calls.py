@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+
+RandomStates: TypeAlias = list[tuple[torch.Generator, Tensor]]
+"""Generators, and where they were."""
 
 SHAPES_ONLY = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
@@ -155,27 +158,43 @@ def _normalize(args: Any, there: Callable[[Tensor], Tensor], out: Sequence[Tenso
     return found
 
 
-@contextmanager
-def same_randomness(
-    func: Any, given: Sequence[Tensor], kwargs: dict[str, Any], wanted: bool
-) -> Iterator[Callable[[], None]]:
-    """Gives a function that takes random numbers back to where they were; at the end they go on."""
-    if not wanted or torch.Tag.nondeterministic_seeded not in func.tags:
-        yield lambda: None
-        return
+def random_states(func: Any, given: Sequence[Tensor], kwargs: dict[str, Any]) -> RandomStates:
+    """The generators a call draws from, with their states; none where it draws nothing."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return []
     own = kwargs.get("generator")
     sources = [torch.default_generator] if own is None else [own]
     if own is None:
         devices = {t.device for t in given if t.is_cuda}
         sources += [torch.cuda.default_generators[device.index] for device in devices]
-    before, after = [source.get_state() for source in sources], list[Tensor]()
+    return [(source, source.get_state()) for source in sources]
+
+
+@contextmanager
+def same_randomness(before: RandomStates) -> Iterator[Callable[[], None]]:
+    """Gives a function that takes random numbers back to where they were; at the end they go on."""
+    after = [(source, source.get_state()) for source, _ in before]
 
     def start_again() -> None:
-        if not after:
-            after.extend(source.get_state() for source in sources)
-        for source, state in zip(sources, before, strict=True):
+        for source, state in before:
             source.set_state(state)
 
-    yield start_again
-    for source, state in zip(sources, after, strict=True):
-        source.set_state(state)
+    try:
+        yield start_again
+    finally:
+        for source, state in after:
+            source.set_state(state)
+
+
+def other(x: Tensor, dim: int, shift: int) -> Tensor:
+    """Other contents for a tensor: integers are marked, numbers are those of other samples.
+
+    >>> other(torch.tensor([1.0, 2.0, 2.0]), 0, 1)
+    tensor([2., 1., 1.])
+    """
+    if x.dtype in MARK:
+        return x + MARK[x.dtype]
+    found = x.roll(shift, dim)
+    for further in range(1, min(x.shape[dim], 8)):
+        found = torch.where(found == x, x.roll(shift + further, dim), found)
+    return found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dualform.record.layers import Rows, Seen, Site, Use
+from dualform.record.owners.calls import other
 from dualform.record.owners.patterns import (
     MIXES,
     NOBODY,
@@ -22,7 +23,7 @@ from dualform.record.owners.patterns import (
     owners_by,
     patterns,
 )
-from dualform.record.owners.twins import Twins, other, outside, room_for, shares_memory
+from dualform.record.owners.twins import Twins, outside, room_for, shares_memory
 from dualform.record.tape import Batch
 
 LOST = "an experiment could not follow its rows, since an operation failed with other inputs: {}"

@@ -11,7 +11,7 @@ place, need no care: a tensor's twin is the same view of the copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from dualform.record.owners.calls import (
     COUNTING,
-    MARK,
     MOVING,
     SHAPES_ONLY,
+    RandomStates,
     call_there,
     is_number,
     is_view,
+    random_states,
     same_randomness,
     tensors_of,
     written_by,
@@ -77,6 +78,8 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The worlds that were not given up for want of memory."""
         self.failed = ""
         """The first operation that a world could not make."""
+        self.guard: Callable[..., Any] = lambda action, *args: action(*args)
+        """Runs what follows the worlds. A recorder's returns None after a failure."""
         self._room = room
         self._memory: dict[int, Memory] = {}
         self._shared: dict[Geometry, list[Tensor | None]] = {}
@@ -159,26 +162,40 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Makes the call, and makes it again in each world where something differs."""
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
+        ahead = self.guard(self._look_ahead, func, args, kwargs)
+        out = self._really(func, args, kwargs)
+        if ahead is not None:
+            self.guard(self._follow, func, args, kwargs, out, *ahead)
+        return out
+
+    def _look_ahead(self, func: Any, args: Any, kwargs: Any) -> tuple[list[int], RandomStates]:
+        """The worlds in which a call differs, with memory for it, and random states before it."""
         given = tensors_of((*args, *kwargs.values()))
-        worlds = [] if name in SHAPES_ONLY | COUNTING else self._worlds(given)
+        shapes = func.overloadpacket.__name__ in SHAPES_ONLY | COUNTING
+        worlds = [] if shapes else self._worlds(given)
         if is_view(func):
-            out = func(*args, **kwargs)
-            self._share_views(func, args, kwargs, out, worlds)
-            return out
+            return worlds, []
         written = written_by(func, args, kwargs)
         worlds = [w for w in worlds if self._may_differ(written, given, w)]
         for world in worlds:
             for tensor in written:
                 self._own(tensor, world)
-        with same_randomness(func, given, kwargs, bool(worlds)) as start_again:
-            out = self._really(func, args, kwargs)
+        return worlds, random_states(func, given, kwargs) if worlds else []
+
+    def _follow(
+        self, func: Any, args: Any, kwargs: Any, out: Any, worlds: list[int], before: RandomStates
+    ) -> None:
+        """Makes a call that was made for real again in these worlds."""
+        given = tensors_of((*args, *kwargs.values()))
+        if is_view(func):
+            self._share_views(func, args, kwargs, out, worlds)
+            return
+        with same_randomness(before) as start_again:
             for world in worlds:
                 start_again()
                 self._live(func, args, kwargs, given, out, world)
-        self._mark(name, given, out, bool(worlds))
+        self._mark(func.overloadpacket.__name__, given, out, bool(worlds))
         self._tidy()
-        return out
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The real call; worlds are given up rather than that they leave no memory for it."""
@@ -325,20 +342,6 @@ def outside() -> Iterator[None]:
     """What is computed here belongs to no world and no graph, and is in main memory by default."""
     with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
         yield
-
-
-def other(x: Tensor, dim: int, shift: int) -> Tensor:
-    """Other contents for a tensor: integers are marked, numbers are those of other samples.
-
-    >>> other(torch.tensor([1.0, 2.0, 2.0]), 0, 1)
-    tensor([2., 1., 1.])
-    """
-    if x.dtype in MARK:
-        return x + MARK[x.dtype]
-    found = x.roll(shift, dim)
-    for further in range(1, min(x.shape[dim], 8)):
-        found = torch.where(found == x, x.roll(shift + further, dim), found)
-    return found
 
 
 def shares_memory(tensor: Tensor) -> bool:
