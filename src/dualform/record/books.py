@@ -45,6 +45,8 @@ class Books:
         """Books whose rows have not been held against a gradient yet."""
         self._after: dict[str, Tensor] = {}
         self._span_start: dict[str, Tensor] = {}
+        self._span_versions: dict[str, int] = {}
+        """How often torch had changed each parameter at the last call of `span`."""
         self.span_glance = self.glances.take()
         """As the parameters were at the last call of `span`."""
         self._vectors: dict[str, Tensor | None] = {}
@@ -53,6 +55,7 @@ class Books:
         self._looks: dict[str, Look] = {}
         self._regroup()
         self.span()
+        self.hold()
 
     @property
     def vouched(self) -> list[str]:
@@ -90,7 +93,15 @@ class Books:
         before, glance = self._span_start, self.glances.take()
         moved = self.glances.differing([self.span_glance], [glance])
         self.span_glance = glance
-        still = {name for name in before if name not in moved and not self._is_trained(name)}
+        versions = {name: p._version for name, p in self._plan.parameters.items()}
+        still = {
+            name
+            for name in before
+            if name not in moved
+            and not self._is_trained(name)
+            and versions[name] == self._span_versions[name]
+        }
+        self._span_versions = versions
         names = {name for name in self._names if name not in self._by_step}
         now = {name: before[name] for name in still}
         now |= {n: self._plan.parameters[n].detach().clone() for n in names.union(before) - still}
@@ -99,7 +110,7 @@ class Books:
 
     def hold(self) -> None:
         """Keeps the parameters that are booked by step as they are before the step."""
-        if len(self._optimizer.param_groups) != self._group_count:
+        if _members(self._optimizer) != self._members:
             self._regroup()
         for name in self._by_step:
             if name not in self._after and self._is_booked(name):
@@ -272,6 +283,11 @@ class Books:
         groups = self._optimizer.param_groups
         index = {id(p): at for at, group in enumerate(groups) for p in group["params"]}
         self._groups = [index.get(id(parameter), -1) for parameter in self._parameters]
-        self._group_count = len(groups)
+        self._members = _members(self._optimizer)
         self._by_step |= {n for n in self._reasons if self._groups[self._columns[n]] >= 0}
         self._arrange()
+
+
+def _members(optimizer: Optimizer) -> list[list[int]]:
+    """Which parameters each group has, by their identity."""
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]

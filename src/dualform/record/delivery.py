@@ -36,6 +36,8 @@ class Parcel:
     mark: str
     now: Glance
     """The parameters, after whatever came after the last step."""
+    last: bool = False
+    """Whether recording ends with it."""
     ready: torch.cuda.Event | None = None
     """On a GPU, reached when all of it is computed."""
 
@@ -88,7 +90,9 @@ class Delivery:
     def _settle(self, parcel: Parcel) -> NonFiniteError | None:
         if not parcel.steps:
             return None
-        block, error = self._settler.settle(parcel.steps, parcel.pages, parcel.span)
+        block, error = self._settler.settle(
+            parcel.steps, parcel.pages, parcel.span, parcel.now, parcel.last
+        )
         give_back = partial(self._give_back, parcel.pages)
         if self._lane:
             give_back()  # what will be written is a copy

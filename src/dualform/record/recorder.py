@@ -21,8 +21,16 @@ from dualform.record.delivery import Delivery, Parcel
 from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
 from dualform.record.plan import Plan, is_nested, make_plan, torch_optimizer, uncompiled
 from dualform.record.probe import Evidence
+from dualform.record.reconcile import Reconciler
 from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step, probes_of
-from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
+from dualform.record.start import (
+    Opened,
+    memories,
+    remembered,
+    resume_run,
+    snapshot,
+    start_run,
+)
 from dualform.record.tally import settle_factors
 from dualform.record.watch import Watch
 
@@ -101,7 +109,13 @@ class Recorder:
         ports = self._watch.ports.all
         strays = self._watch.strays
         self._settler = Settler(
-            plan, ports, opened.samples, opened.numbered, strays, self._books.glances
+            plan,
+            ports,
+            opened.samples,
+            opened.numbered,
+            strays,
+            self._books.glances,
+            Reconciler(plan, rule, remembered(optimizer, plan, rule)),
         )
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
@@ -184,7 +198,7 @@ class Recorder:
         try:
             self._book_late_changes()
             broken_off = self._current is not None  # then the weights are no step's
-            self._hand_over(flush=True, mark="" if broken_off else "final")
+            self._hand_over(flush=True, mark="" if broken_off else "final", last=True)
         finally:
             self._delivery.close()
 
@@ -315,7 +329,7 @@ class Recorder:
         self._joined |= joined
         return self._rule.keeps(self._optimizer, bool(joined))
 
-    def _hand_over(self, flush: bool, mark: str = "") -> None:
+    def _hand_over(self, flush: bool, mark: str = "", last: bool = False) -> None:
         """Gives the steps so far to the writer's thread, with the weights where they are due."""
         size = self._watch.bytes + self._step_bytes
         self._shard_bytes += size
@@ -329,7 +343,7 @@ class Recorder:
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
         now, mark = self._books.span_glance, mark or "flush"
-        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark, now)
+        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark, now, last)
         self._delivery.take(parcel)
 
     def _kept(self) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from dualform.record.probe import (
     StreamRows,
     lay_out,
 )
+from dualform.record.reconcile import Reconciler, changed_untouched
 from dualform.record.tally import in_double, settle_factors
 from dualform.record.tape import Batch, Page
 from dualform.record.watch import Port
@@ -34,6 +35,10 @@ Span: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 NOISY = "some of its gradients are zero but for rounding, which the optimizer magnifies"
 UNEXPLAINED = "its gradient is not the sum of the rows that were seen"
 OUTSIDE = "something other than the optimizer changed it between steps, or what shares its rows"
+UNACCOUNTED = (
+    "its rows lead to another weight: something else changed it, its gradient or what the "
+    "optimizer remembers of it, or the same of what shares its rows"
+)
 
 
 @dataclass(slots=True)
@@ -71,7 +76,9 @@ class Settler:
         numbered: int,
         strays: Mapping[str, str],
         glances: Glances,
+        reconciler: Reconciler,
     ) -> None:
+        self._reconciler = reconciler
         self._plan, self._ports, self._strays = plan, ports, strays
         self._glances, self._last = glances, glances.take()
         self._samples = samples
@@ -86,9 +93,12 @@ class Settler:
         """All that ever were: what they still book by row is booked as a whole."""
 
     def settle(
-        self, steps: Sequence[Step], pages: Pages, span: Span
+        self, steps: Sequence[Step], pages: Pages, span: Span, now: Glance, last: bool
     ) -> tuple[Block | None, NonFiniteError | None]:
-        """The block of these steps, up to the first whose gradient is not finite."""
+        """The block of these steps, up to the first whose gradient is not finite.
+
+        `now` is a glance as the span ends. What came after the very `last` step is no step's.
+        """
         probes = probes_of(steps)
         steps, error = _finite(steps, probes)
         if not steps:
@@ -96,11 +106,15 @@ class Settler:
         arrays: dict[str, list[Tensor]] = {}
         notes = [note for step in steps for note in step.notes]
         factors = torch.zeros(len(steps), len(self._plan.books), dtype=torch.float64)
-        notes += self._note_outside(steps, span)
+        notes += self._note_outside(steps, span, None if last else now)
         accounts = self.evidence(steps, pages, probes)
+        if error is None:
+            notes += self._note_untouched(steps, span)
         if accounts:
             evidence, found, agreed = settle_factors(accounts)
             notes += self._note_failures(steps, evidence, agreed)
+            if error is None:
+                notes += self._note_unaccounted(steps, evidence, found, span, now)
             for at, account in enumerate(evidence):
                 books = list(account.looks)
                 if self._broken.isdisjoint(books) or error is not None:
@@ -198,24 +212,60 @@ class Settler:
             ]
         return notes
 
-    def _note_outside(self, steps: Sequence[Step], span: Span) -> list[dict[str, Any]]:
-        """Notes books that changed between steps, and those that share rows with them."""
+    def _note_outside(
+        self, steps: Sequence[Step], span: Span, now: Glance | None
+    ) -> list[dict[str, Any]]:
+        """Notes books that changed between steps, or since the last."""
         ends = [self._last, *(step.after for step in steps)]
         by_row = {book for step in steps for book in step.looks}
         found = self._glances.differing(ends[:-1], [step.before for step in steps], by_row)
         self._last = ends[-1]
+        if now is not None:
+            since = self._glances.differing(ends[-1:], [now], by_row)
+            found = dict.fromkeys(since, len(steps) - 1) | found
+            self._last = now
         changed = {
             name: steps[at].number
             for name, at in found.items()
             if name in span[0] and steps[at].states[self._column[name]] != OBSERVED
         }
+        return self._note_changed(changed, span, OUTSIDE)
+
+    def _note_untouched(self, steps: Sequence[Step], span: Span) -> list[dict[str, Any]]:
+        """Notes books that changed though no step touched them."""
+        touched = torch.tensor([step.states for step in steps]).any(0)
+        names = [name for name in span[0] if not touched[self._column[name]]]
+        names = [name for name in names if name not in self._broken]
+        found = dict.fromkeys(changed_untouched(names, *span), steps[0].number)
+        return self._note_changed(found, span, OUTSIDE)
+
+    def _note_unaccounted(
+        self,
+        steps: Sequence[Step],
+        evidence: Sequence[Evidence],
+        factors: Tensor,
+        span: Span,
+        now: Glance,
+    ) -> list[dict[str, Any]]:
+        """Notes books that their rows and the optimizer's rule do not lead to where they are."""
+        put_in = self._glances.differing([self._last], [now], span[0])  # after the very last step
+        sound = [at for at, account in enumerate(evidence) if not self._broken & set(account.looks)]
+        before = {name: start for name, start in span[0].items() if name not in put_in}
+        chosen = [evidence[at] for at in sound]
+        found = self._reconciler.unexplained(steps, chosen, factors[:, sound], before, span[1])
+        return self._note_changed(dict.fromkeys(found, steps[0].number), span, UNACCOUNTED)
+
+    def _note_changed(
+        self, changed: dict[str, int], span: Span, reason: str
+    ) -> list[dict[str, Any]]:
+        """Notes these books, each with its step, and those that share rows with them."""
         for books, _ in self._accounts():
             if numbers := [changed[name] for name in books if name in changed]:
-                changed |= dict.fromkeys(books & span[0].keys(), min(numbers))
+                changed = changed | dict.fromkeys(books & span[0].keys(), min(numbers))
         new = changed.keys() - self._broken
         self.outside |= new
         self._broken |= new
-        return [{"step": changed[book], "book": book, "reason": OUTSIDE} for book in sorted(new)]
+        return [{"step": changed[book], "book": book, "reason": reason} for book in sorted(new)]
 
     def _book_span(self, books: Iterable[str], steps: Sequence[Step], span: Span) -> None:
         """Books what these steps did to failed books as one observed change, at the last."""
