@@ -14,7 +14,8 @@ from dualform.record.glance import Glances
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
 from dualform.record.plan import Plan, reason_of, refusals
 from dualform.record.probe import Look
-from dualform.record.settle import Span, Step
+from dualform.record.settle import Span
+from dualform.record.steps import Step
 from dualform.record.tape import calls_are_dear
 
 PROBED_ROWS = 128

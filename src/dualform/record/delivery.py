@@ -13,7 +13,8 @@ from dualform.errors import NonFiniteError
 from dualform.ledger import Background, LedgerWriter
 from dualform.record.glance import Glance
 from dualform.record.lane import Lane
-from dualform.record.settle import Pages, Settler, Span, Step, to_host
+from dualform.record.settle import Pages, Settler, Span, to_host
+from dualform.record.steps import Step
 from dualform.record.tape import Pool
 
 PARCEL_BYTES = 32 << 20

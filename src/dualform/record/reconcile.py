@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix, matrix_shape
@@ -35,6 +36,7 @@ from dualform.record.optimizers import (
 )
 from dualform.record.plan import Plan
 from dualform.record.probe import Evidence, Look, probe_rows
+from dualform.record.steps import Step
 from dualform.record.tally import MISMATCH, in_double
 
 FOLLOWED = 1024
@@ -45,14 +47,6 @@ LEEWAY = 1e-2
 """By what part of its way such a book may miss its end: a rule may magnify rounding."""
 WIDE_LEEWAY = 1e-1
 """The same where rows have 16 bits, or where the rule steps by signs."""
-
-
-class Hyper(Protocol):
-    """What is asked of a step here."""
-
-    hyper: list[tuple[float, ...]]
-    groups: list[int]
-    states: list[int]
 
 
 class Course(NamedTuple):
@@ -92,19 +86,22 @@ class Followed:
 
 
 class Reconciler:
-    """Follows every book that is kept by row, and names those that end somewhere else.
+    """Follows every book that is kept by row, and names those that end somewhere else."""
 
-    `memory` is what the optimizer remembers of each parameter as recording begins.
-    """
-
-    def __init__(self, plan: Plan, rule: Rule, memory: Mapping[str, State]) -> None:
-        self._plan, self._rule, self._memory = plan, rule, dict(memory)
+    def __init__(self, plan: Plan, rule: Rule, optimizer: Optimizer) -> None:
+        self._plan, self._rule = plan, rule
+        self._memory = {
+            name: {part: kept.detach().clone() for part, kept in memory.items()}
+            for name, parameter in plan.parameters.items()
+            if is_followed(rule) and (memory := rule.memory(optimizer, parameter))
+        }
+        """What the optimizer remembers as recording begins, of books not followed yet."""
         self._column = {book.name: at for at, book in enumerate(plan.books)}
         self._followed: dict[str, Followed] = {}
 
     def unexplained(
         self,
-        steps: Sequence[Hyper],
+        steps: Sequence[Step],
         evidence: Sequence[Evidence],
         factors: Tensor,
         before: Mapping[str, Tensor],
@@ -123,7 +120,7 @@ class Reconciler:
 
     def _courses(
         self,
-        steps: Sequence[Hyper],
+        steps: Sequence[Step],
         evidence: Sequence[Evidence],
         factors: Tensor,
         before: Mapping[str, Tensor],
@@ -153,7 +150,7 @@ class Reconciler:
             coarse = _has_16_bits(evidence[at])
             yield name, Course(column, states, hyper, w * factors[:, at, None], reach, coarse)
 
-    def _is_by_row(self, steps: Sequence[Hyper], name: str) -> bool:
+    def _is_by_row(self, steps: Sequence[Step], name: str) -> bool:
         states = {step.states[self._column[name]] for step in steps}
         return BY_ROW in states and OBSERVED not in states
 

@@ -20,18 +20,11 @@ from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
 from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
 from dualform.record.plan import Plan, is_nested, make_plan, torch_optimizer, uncompiled
-from dualform.record.probe import Evidence
 from dualform.record.reconcile import Reconciler
-from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step, probes_of
-from dualform.record.start import (
-    Opened,
-    memories,
-    remembered,
-    resume_run,
-    snapshot,
-    start_run,
-)
-from dualform.record.tally import settle_factors
+from dualform.record.settle import Settler
+from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
+from dualform.record.steps import Step
+from dualform.record.verify import Verifier
 from dualform.record.watch import Watch
 
 FLUSH_SECONDS = 30.0
@@ -115,8 +108,9 @@ class Recorder:
             opened.numbered,
             strays,
             self._books.glances,
-            Reconciler(plan, rule, remembered(optimizer, plan, rule)),
+            Reconciler(plan, rule, optimizer),
         )
+        self._verifier = Verifier(self._books, self._watch, self._settler, rule)
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
         self._parcel_bytes = self._delivery.parcel_bytes(self._buffer_bytes)
@@ -251,8 +245,8 @@ class Recorder:
         step = self._books.observe(self.step + 1)
         self._watch.dropped |= {note["book"] for note in step.notes}
         if self._watch.overdue:
-            self._refuse_unnamed(step)
-        if self._books.unverified and (failed := self._verify(step)):
+            self._verifier.refuse_unnamed(step)
+        if self._books.unverified and (failed := self._verifier.failing(step)):
             notes = step.notes + [
                 {"step": step.number, "book": book, "reason": reason}
                 for book, reason in sorted(failed.items())
@@ -262,38 +256,6 @@ class Recorder:
             step = self._books.observe(self.step + 1)
             step.notes = notes
         self._current = step
-
-    def _refuse_unnamed(self, step: Step) -> None:
-        """Forgotten ids are an error where the gradient has rows of them in it."""
-        evidence, _, _ = self._settled(step)
-        used = {number for account in evidence for number in account.batches(0)}
-        if not used.isdisjoint(self._watch.overdue):
-            raise RecordingError(
-                "recorder.samples(ids) named the samples of earlier steps, but not of this one; "
-                "call it before every forward pass that trains."
-            )
-
-    def _settled(self, step: Step) -> tuple[list[Evidence], Tensor, Tensor]:
-        """What the rows so far say about a step, before it is made."""
-        return settle_factors(self._settler.evidence([step], self._watch.peek(), probes_of([step])))
-
-    def _verify(self, step: Step) -> dict[str, str]:
-        """Holds books that are new against their gradients; returns those that fail, and why."""
-        if step.probe is None or not bool(step.probe[1].isfinite().all()):
-            return {}
-        evidence, factors, agreed = self._settled(step)
-        failed: dict[str, str] = {}
-        for at, account in enumerate(evidence):
-            if isinstance(self._rule, StateRule):
-                failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
-            if not agreed[0, at]:
-                failed |= {
-                    book: self._watch.strays.get(book, UNEXPLAINED) for book in account.looks
-                }
-        seen = set(step.probe[0])
-        new = seen & self._books.unverified
-        self._books.unverified -= seen
-        return {book: reason for book, reason in failed.items() if book in new}
 
     def _keep_by_step(self, books: set[str], always: bool = False) -> None:
         self._books.keep_by_step(books, always)

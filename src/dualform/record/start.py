@@ -18,7 +18,7 @@ from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
 from dualform.ledger.format import BUFFER, STATE
 from dualform.ledger.samples import decode_ids
-from dualform.record.optimizers import Rule, State, StateRule
+from dualform.record.optimizers import Rule, StateRule
 from dualform.record.plan import Plan
 
 
@@ -88,20 +88,11 @@ def snapshot(model: nn.Module) -> dict[str, Tensor]:
 def memories(optimizer: Optimizer, plan: Plan, rule: Rule) -> dict[str, Tensor]:
     """What the optimizer remembers now: each parameter's buffer, and what else the rule needs."""
     found: dict[str, Tensor] = {}
-    for name, memory in remembered(optimizer, plan, rule).items():
-        for part, kept in memory.items():
+    for name, parameter in plan.parameters.items():
+        for part, memory in rule.memory(optimizer, parameter).items():
             key = BUFFER if part == rule.buffer else f"{STATE}{part}:"
-            found[key + name] = kept
+            found[key + name] = memory.detach().clone()
     return found
-
-
-def remembered(optimizer: Optimizer, plan: Plan, rule: Rule) -> dict[str, State]:
-    """Copies of what the optimizer remembers now of each parameter."""
-    found = {name: rule.memory(optimizer, p) for name, p in plan.parameters.items()}
-    return {
-        name: {part: kept.detach().clone() for part, kept in memory.items()}
-        for name, memory in found.items()
-    }
 
 
 def buffered(memory: dict[str, Tensor]) -> list[str]:
