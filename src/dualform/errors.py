@@ -20,7 +20,11 @@
     ├── AttentionError (ValueError)  shapes, masks or options an attention layer cannot take
     └── FamilyError (ValueError)     a distribution that does not exist
 
-Each is also the builtin named in parentheses, so `except OSError` keeps working.
+Each is also the builtin named in parentheses, so `except OSError` keeps working. And every warning:
+
+    DualformWarning (UserWarning)
+    ├── CoverageWarning              some parameters are recorded by step, not by sample
+    └── RecordingWarning             the loop does something that its author may not intend
 
 >>> from dualform.errors import DualformError, LedgerError
 >>> issubclass(LedgerError, DualformError), issubclass(LedgerError, OSError)
@@ -91,6 +95,24 @@ class NonFiniteError(RecordingError):
         )
         error.step = step
         return error
+
+
+class DualformWarning(UserWarning):
+    """The family of all warnings given by dualform.
+
+    >>> import warnings
+    >>> warnings.filterwarnings("ignore", category=CoverageWarning)  # if that is intended
+    >>> issubclass(CoverageWarning, DualformWarning)
+    True
+    """
+
+
+class CoverageWarning(DualformWarning):
+    """Some parameters are recorded by step, not by sample: which, how much of all, and why."""
+
+
+class RecordingWarning(DualformWarning):
+    """The training loop does something that its author may not intend."""
 
 
 class FamilyError(DualformError, ValueError):

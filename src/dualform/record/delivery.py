@@ -51,6 +51,8 @@ class Delivery:
     ) -> None:
         self._writer, self._settler, self._pool = writer, settler, pool
         self._lane = Lane(parameters)
+        self.unkept = 0
+        """The step whose weights were due last, where they were not the model's any more."""
         self._background = Background(self._deliver)
 
     def parcel_bytes(self, shard: int) -> int:
@@ -85,8 +87,12 @@ class Delivery:
         if error is not None:
             self._writer.flush()
             raise error
-        if weights and parcel.step and not self._settler.moved_on(parcel.now, parcel.span):
-            self._writer.weights(parcel.step, weights, parcel.mark)
+        if weights and parcel.step:
+            if self._settler.moved_on(parcel.now, parcel.span):
+                self.unkept = parcel.step
+            else:
+                self._writer.weights(parcel.step, weights, parcel.mark)
+                self.unkept = 0
 
     def _settle(self, parcel: Parcel) -> NonFiniteError | None:
         if not parcel.steps:

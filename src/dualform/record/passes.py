@@ -70,7 +70,7 @@ class Batches:
     def _next(self) -> Batch:
         batch = self._current()
         if self._named:
-            return batch if batch.size < 0 else self._new(batch.ids, batch.overdue)
+            return batch if batch.size < 0 else self._new(batch.ids)
         if batch.shapes:
             batch = self._new(None)
         self._pending.append(batch)
@@ -80,12 +80,12 @@ class Batches:
         """Ids are for their own step only."""
         batch = self._batch
         if batch is None or (self._named and batch.step != self._step):
-            return self._new(None, overdue=self._named)
+            return self._new(None)
         return batch
 
-    def _new(self, ids: Tensor | Sequence[SampleId] | None, overdue: bool = False) -> Batch:
+    def _new(self, ids: Tensor | Sequence[SampleId] | None) -> Batch:
         self._count += 1
-        self._batch = Batch(self._count, ids, self._step, overdue=overdue)
+        self._batch = Batch(self._count, ids, self._step)
         return self._batch
 
 

@@ -46,7 +46,10 @@ HIGHEST = 1 << 14
 LEEWAY = 1e-2
 """By what part of its way such a book may miss its end: a rule may magnify rounding."""
 WIDE_LEEWAY = 1e-1
-"""The same where rows have 16 bits, or where the rule steps by signs."""
+"""The same where rows have 16 bits, or where the rule steps by signs.
+
+Where both is so, nothing is compared: a sign is that of a sum which a kernel rounded.
+"""
 
 
 class Course(NamedTuple):
@@ -56,7 +59,10 @@ class Course(NamedTuple):
     states: list[int]
     hyper: list[tuple[float, ...]]
     w: Tensor
-    """(steps, numbers): what rows and factors say the gradients were, where it is followed."""
+    """(steps, numbers): what rows and factors say the gradients were, where it is followed.
+
+    Of a step that was observed, the change.
+    """
     reach: Tensor
     """(steps,): how far rounding of the rows may reach in them."""
     coarse: bool
@@ -125,14 +131,16 @@ class Reconciler:
         factors: Tensor,
         before: Mapping[str, Tensor],
     ) -> Iterator[tuple[str, Course]]:
-        """What these steps were to each book that all of them kept by row."""
+        """What these steps were to each book that some of them kept by row."""
         if not is_followed(self._rule):
             return
+        signs = isinstance(self._rule, StateRule) and self._rule.follows_signs
         places = [
             (at, name)
             for at, account in enumerate(evidence)
+            if not (signs and _has_16_bits(account))
             for name in account.looks
-            if name in before and self._is_by_row(steps, name)
+            if name in before and BY_ROW in {step.states[self._column[name]] for step in steps}
         ]
         parts = [self._parts(evidence[at], name) for at, name in places]
         said = iter(in_double([t for group in parts for _, *pair in group for t in pair]))
@@ -147,12 +155,11 @@ class Reconciler:
             hyper = [step.hyper[max(step.groups[column], 0)] for step in steps]
             states = [step.states[column] for step in steps]
             reach = size * factors[:, at].abs() * rounding
-            coarse = _has_16_bits(evidence[at])
-            yield name, Course(column, states, hyper, w * factors[:, at, None], reach, coarse)
-
-    def _is_by_row(self, steps: Sequence[Step], name: str) -> bool:
-        states = {step.states[self._column[name]] for step in steps}
-        return BY_ROW in states and OBSERVED not in states
+            w *= factors[:, at, None]
+            for t, state in enumerate(states):
+                if state == OBSERVED:
+                    w[t], reach[t] = self._followed[name].of(steps[t].changes[name]), 0.0
+            yield name, Course(column, states, hyper, w, reach, _has_16_bits(evidence[at]))
 
     def _parts(self, account: Evidence, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
         """What the account's rows say of a book where it is followed: steps, probes and sizes."""
@@ -237,7 +244,8 @@ class Reconciler:
         for names in together.values():
             ends, ways = self._walk(names, [courses[name] for name in names], before)
             for name, end, way in zip(names, ends, ways, strict=True):
-                wide = courses[name].coarse or getattr(self._rule, "follows_signs", False)
+                assert isinstance(self._rule, StateRule)
+                wide = courses[name].coarse or self._rule.follows_signs
                 allowed = (WIDE_LEEWAY if wide else LEEWAY) * float(way.norm())
                 steps = len(courses[name].states)
                 missed[name] = self._is_missed(name, end, after[name], allowed, steps)
@@ -258,7 +266,9 @@ class Reconciler:
         }
         gradients, way = torch.cat([course.w for course in courses], 1), torch.zeros_like(W)
         for t, given in enumerate(courses[0].hyper):
-            if courses[0].states[t] == BY_ROW:
+            if courses[0].states[t] == OBSERVED:
+                W = W + gradients[t]
+            elif courses[0].states[t] == BY_ROW:
                 hyper = dict(zip(self._rule.fields, given, strict=True))
                 step, state = self._rule.transition(hyper, state, W, b, gradients[t])
                 end, b = step.forward(W, b, gradients[t])

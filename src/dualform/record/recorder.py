@@ -15,13 +15,16 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import RecordingError
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
+from dualform.record.advice import Advice
 from dualform.record.books import Books
 from dualform.record.dataset import describe_dataset
 from dualform.record.delivery import Delivery, Parcel
+from dualform.record.naming import Naming
 from dualform.record.optimizers import BY_ROW, Rule, StateRule, rule_for
+from dualform.record.others import OtherOptimizers
 from dualform.record.plan import Plan, is_nested, make_plan, torch_optimizer, uncompiled
 from dualform.record.reconcile import Reconciler
-from dualform.record.settle import Settler
+from dualform.record.settle import NOISY, Settler
 from dualform.record.start import Opened, memories, resume_run, snapshot, start_run
 from dualform.record.steps import Step
 from dualform.record.verify import Verifier
@@ -70,6 +73,7 @@ class Recorder:
         self._dataset, self._resume, self._overwrite = dataset, resume, overwrite
         self._buffer_bytes = buffer_bytes
         self._handles: list[RemovableHandle] = []
+        self._naming = Naming()
 
     def __repr__(self) -> str:
         state = "recording" if self._handles else "not recording"
@@ -94,23 +98,19 @@ class Recorder:
     def _begin(self, opened: Opened, plan: Plan, rule: Rule) -> None:
         model, optimizer = self._model, self._optimizer
         self._plan, self._rule = plan, rule
+        self._naming.named = opened.named
         if self._dataset is not None:
             describe_dataset(self.path, self._dataset)
+        self._naming.read(self.path)
+        self._advice = Advice(plan, type(optimizer).__name__, harmless=NOISY)
         self._books = Books(model, plan, rule, optimizer)
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams)
-        ports = self._watch.ports.all
-        strays = self._watch.strays
-        self._settler = Settler(
-            plan,
-            ports,
-            opened.samples,
-            opened.numbered,
-            strays,
-            self._books.glances,
-            Reconciler(plan, rule, optimizer),
-        )
-        self._verifier = Verifier(self._books, self._watch, self._settler, rule)
+        met, ports = (opened.samples, opened.numbered), self._watch.ports.all
+        strays, glances = self._watch.strays, self._books.glances
+        reconciler = Reconciler(plan, rule, optimizer)
+        self._settler = Settler(plan, ports, *met, strays, glances, reconciler, self._advice)
+        self._verifier = Verifier(self._books, self._watch, self._settler, rule, self._naming)
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
         self._parcel_bytes = self._delivery.parcel_bytes(self._buffer_bytes)
@@ -125,6 +125,8 @@ class Recorder:
         self._flushed = time.monotonic()
         self._keep_by_step(set(opened.by_step))
         self._eagerly = uncompiled()
+        self._before_first, self._notes = self.step, list[dict[str, Any]]()
+        self._others = OtherOptimizers(optimizer, plan.parameters, self._other_stepped)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -137,6 +139,7 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         self._watch.close()
+        self._others.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -148,6 +151,9 @@ class Recorder:
                 raise
         finally:
             self._writer.abandon()
+        if error is None:
+            seen, unkept = self.step - self._before_first, self._delivery.unkept
+            self._advice.conclude(seen, unkept, self._books.trained)
 
     def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
         """Names the samples of the next forward pass, one id for each (integers or strings).
@@ -155,7 +161,7 @@ class Recorder:
         Without it, samples are numbered in the order they are seen, each visit anew.
         """
         self._require_recording()
-        self._watch.samples(ids)
+        self._watch.samples(ids, self._naming)
 
     def describe(
         self,
@@ -169,6 +175,7 @@ class Recorder:
         Args:
             columns: what else is known of each sample, such as `{"source": ["web", "book"]}`.
         """
+        self._naming.describe(ids)
         describe_samples(self.path, ids, labels, previews, columns)
 
     def checkpoint(self) -> None:
@@ -190,19 +197,40 @@ class Recorder:
 
     def _finish(self) -> None:
         try:
-            self._book_late_changes()
+            self._book_late_changes(ending=True)
             broken_off = self._current is not None  # then the weights are no step's
             self._hand_over(flush=True, mark="" if broken_off else "final", last=True)
         finally:
             self._delivery.close()
 
-    def _book_late_changes(self) -> None:
-        """What the loop did after the last step to books kept by step belongs to that step."""
-        if self._steps:
-            last = self._steps[-1]
-            for book, change in self._books.late_changes().items():
-                last.changes[book] = last.changes.get(book, 0) + change
-                last.states = self._books.as_observed(last.states, book)
+    def _book_late_changes(self, ending: bool = False) -> None:
+        """What the loop did after the last step to books kept by step belongs to that step.
+
+        Where that was handed over, or kept a book by row, it belongs to a step of its own.
+        """
+        if not (ending or self._steps) and self._watch.is_midway:
+            return  # then it belongs to the step under way
+        changes = self._books.late_changes()
+        if not changes:
+            return
+        if not self._steps or self._books.are_by_row(changes, self._steps[-1].states):
+            self.step += 1
+            self._steps.append(self._books.standing(self.step))
+            self._steps[-1].notes, self._notes = self._notes, []
+            self._watch.end_step()
+        last = self._steps[-1]
+        for book, change in changes.items():
+            last.changes[book] = last.changes.get(book, 0) + change
+            last.states = self._books.as_observed(last.states, book)
+
+    def _other_stepped(self, other: Optimizer, before: dict[str, Tensor]) -> None:
+        """Another optimizer has changed parameters, which were so `before` it."""
+        notes = self._books.share(before, other, self.step + 1)
+        self._notes += notes
+        self._keep_by_step(set(before), always=True)
+        self._others.known |= before.keys()
+        self._advice.lost(notes)
+        self._advice.give(self._books.trained)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -243,9 +271,10 @@ class Recorder:
             self._books.discover(port.terms)
         self._seen_ports = len(ports)
         step = self._books.observe(self.step + 1)
+        step.notes, self._notes = self._notes + step.notes, []
         self._watch.dropped |= {note["book"] for note in step.notes}
-        if self._watch.overdue:
-            self._verifier.refuse_unnamed(step)
+        if self._watch.unnamed:
+            self._verifier.hold_to_names(step)
         if self._books.unverified and (failed := self._verifier.failing(step)):
             notes = step.notes + [
                 {"step": step.number, "book": book, "reason": reason}
@@ -269,6 +298,7 @@ class Recorder:
             return
         step, self._current = self._current, None
         step.changes = self._books.changes(step.states)
+        self._books.remember()
         step.before, step.after = self._before, self._books.glances.take()
         self.step = step.number
         self._watch.end_step()
@@ -282,6 +312,8 @@ class Recorder:
             self._due = (overdue or self._shard_bytes + size >= self._buffer_bytes, "")
         if self._due and not self._books.shared:
             self._hand_over(*self._due)
+        self._advice.lost(step.notes)
+        self._advice.give(self._books.trained)
 
     def _must_keep(self, states: Sequence[int]) -> bool:
         """Whether the rule needs what the optimizer remembers after this step."""

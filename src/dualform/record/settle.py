@@ -13,6 +13,8 @@ from torch import Tensor
 from dualform.errors import NonFiniteError
 from dualform.ledger import Block, Declaration, SampleTable
 from dualform.ledger.samples import encode_ids
+from dualform.record.advice import Advice
+from dualform.record.batch_sizes import BatchSizes
 from dualform.record.glance import Glance, Glances
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.record.plan import Plan
@@ -54,8 +56,10 @@ class Settler:
         strays: Mapping[str, str],
         glances: Glances,
         reconciler: Reconciler,
+        advice: Advice,
     ) -> None:
-        self._reconciler = reconciler
+        self._reconciler, self._advice = reconciler, advice
+        self._batch_sizes = BatchSizes()
         self._plan, self._ports, self._strays = plan, ports, strays
         self._glances, self._last = glances, glances.take()
         self._samples = samples
@@ -68,6 +72,8 @@ class Settler:
         """Books newly found to be changed by something other than the optimizer."""
         self._broken: set[str] = set()
         """All that ever were: what they still book by row is booked as a whole."""
+        self._observed: set[str] = set()
+        """Books that the last step kept by step, and with it all that came after."""
 
     def settle(
         self, steps: Sequence[Step], pages: Pages, span: Span, now: Glance, last: bool
@@ -92,6 +98,8 @@ class Settler:
             notes += self._note_failures(steps, evidence, agreed)
             if error is None:
                 notes += self._note_unaccounted(steps, evidence, found, span, now)
+            if remark := self._batch_sizes.remark(steps, evidence, found):
+                self._advice.remark(remark)
             for at, account in enumerate(evidence):
                 books = list(account.looks)
                 if self._broken.isdisjoint(books) or error is not None:
@@ -100,6 +108,8 @@ class Settler:
                     self._broken |= set(books)
                     evidence[at] = replace(account, feeds=[])
             arrays.update(self._row_arrays(steps, evidence))
+        self._advice.lost(notes)
+        self._observed = {n for n, at in self._column.items() if steps[-1].states[at] == OBSERVED}
         if error is None:
             self._book_span(self._broken & span[0].keys(), steps, span)
         arrays.update(self._sample_arrays(pages, arrays))
@@ -262,7 +272,7 @@ class Settler:
     def moved_on(self, now: Glance, span: Span) -> bool:
         """Whether books that no observed change accounts for are not as the last step left them."""
         found = self._glances.differing([self._last], [now], span[0])
-        return not (found.keys() & span[0].keys() <= self._broken)
+        return not (found.keys() & span[0].keys() <= self._broken | self._observed)
 
     def _row_arrays(
         self, steps: Sequence[Step], evidence: Sequence[Evidence]

@@ -47,8 +47,6 @@ class Batch:
     """Which dimension of the input counts the samples."""
     shapes: list[Sequence[int]] = field(default_factory=list)
     """Of the model's input, and of what its layers gave."""
-    overdue: bool = False
-    """Whether it has no ids though it should have."""
 
     def begin(self, given: Iterator[Sequence[int]], usual: int) -> None:
         """Takes the size from the shapes of what the model is given, and holds the ids to it.

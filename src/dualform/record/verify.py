@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dualform.errors import RecordingError
 from dualform.record.books import Books
+from dualform.record.naming import Naming
 from dualform.record.optimizers import Rule, StateRule
 from dualform.record.probe import Evidence
 from dualform.record.settle import NOISY, UNEXPLAINED, Settler
@@ -17,18 +17,19 @@ from dualform.record.watch import Watch
 class Verifier:
     """Holds the rows written so far against the gradients of the step that is about to be made."""
 
-    def __init__(self, books: Books, watch: Watch, settler: Settler, rule: Rule) -> None:
+    def __init__(
+        self, books: Books, watch: Watch, settler: Settler, rule: Rule, naming: Naming
+    ) -> None:
         self._books, self._watch, self._settler, self._rule = books, watch, settler, rule
+        self._naming = naming
 
-    def refuse_unnamed(self, step: Step) -> None:
-        """Forgotten ids are an error where the gradient has rows of them in it."""
-        evidence, _, _ = self._settled(step)
-        used = {number for account in evidence for number in account.batches(0)}
-        if not used.isdisjoint(self._watch.overdue):
-            raise RecordingError(
-                "recorder.samples(ids) named the samples of earlier steps, but not of this one; "
-                "call it before every forward pass that trains."
-            )
+    def hold_to_names(self, step: Step) -> None:
+        """Refuses samples without ids where they must have some, and are in the gradient."""
+        if not self._naming.is_numbered:
+            evidence, _, _ = self._settled(step)
+            used = {number for account in evidence for number in account.batches(0)}
+            if not used.isdisjoint(self._watch.unnamed):
+                self._naming.number()
 
     def failing(self, step: Step) -> dict[str, str]:
         """Of the books that are new, those that their rows do not explain, and why."""
