@@ -25,7 +25,8 @@ def told(path: Path | None) -> Iterator[None]:
         return
     ledger = Ledger(path)
     kept = {book.name: book.reason for book in ledger.info.books if book.reason}
-    kept |= {note["book"]: note["reason"] for note in ledger.notes if note["book"] not in kept}
+    for note in ledger.notes:
+        kept.setdefault(note["book"], note["reason"])
     lost = {book for book, reason in kept.items() if reason != NOISY}
     assert bool(texts) == bool(lost), (texts, kept)
     assert len(texts) <= 2, texts

@@ -7,7 +7,7 @@ optimizer's steps, to where it must end, and held against the parameter itself.
 
 Where a rule's coefficients are numbers, `W r` goes through the same steps as `W`: one random vector
 `r` sees every element. Where elements go their own ways (Adam), some columns are followed, each
-over its whole height.
+over its whole height, and one row, over its whole width.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.ledger import Term
+from dualform.ledger import Stream, Term
 from dualform.memory.blocks import as_matrix, matrix_shape
 from dualform.record.glance import ROUNDINGS
+from dualform.record.layers import conv
 from dualform.record.optimizers import (
     BY_ROW,
     OBSERVED,
@@ -35,7 +36,7 @@ from dualform.record.optimizers import (
     walk_back,
 )
 from dualform.record.plan import Plan
-from dualform.record.probe import Evidence, Look, probe_rows
+from dualform.record.probe import Evidence, Look, StreamRows, probe_rows
 from dualform.record.steps import Step
 from dualform.record.tally import MISMATCH, in_double
 
@@ -76,6 +77,8 @@ class Followed:
     look: Look
     columns: Tensor | None
     """The columns that are followed; None where the look's vectors are."""
+    row: int | None
+    """The row that is followed beside them."""
     term: Term
     buffered: bool
     b: Tensor
@@ -83,12 +86,14 @@ class Followed:
 
     def of(self, parameter: Tensor) -> Tensor:
         """What is followed of a parameter, or of a tensor of its shape; flat, in float64."""
-        matrix = as_matrix(parameter, self.term.view, self.term.groups)[self.look.rows]
+        whole = as_matrix(parameter, self.term.view, self.term.groups)
+        matrix = whole[self.look.rows]
         if self.columns is not None:
             matrix = matrix[:, self.columns.to(matrix.device)]
         elif self.look.vectors is not None:
             matrix = matrix.double() @ self.look.vectors.to(matrix.device)
-        return matrix.to("cpu", torch.float64).flatten()
+        parts = [matrix.flatten()] if self.row is None else [matrix.flatten(), whole[self.row]]
+        return torch.cat(parts).to("cpu", torch.float64)
 
 
 class Reconciler:
@@ -145,7 +150,7 @@ class Reconciler:
         parts = [self._parts(evidence[at], name) for at, name in places]
         said = iter(in_double([t for group in parts for _, *pair in group for t in pair]))
         for (at, name), group in zip(places, parts, strict=True):
-            column, numbers = self._column[name], self._followed[name].look.numbers
+            column, numbers = self._column[name], len(self._followed[name].b)
             w = torch.zeros(len(steps), numbers, dtype=torch.float64)
             size = w.new_zeros(len(steps))
             for where, _, _ in group:
@@ -166,18 +171,28 @@ class Reconciler:
         feeds = [(feed, rows) for feed, rows in account.pieces if name in feed.terms]
         if name not in self._followed:
             term = next(feed.terms[name] for feed in account.feeds if name in feed.terms)
-            self._followed[name] = self._follow(name, term)
-        look = self._followed[name].look
-        return [
-            (rows.segments[:, 0], *probe_rows(feed.stream, feed.terms[name], rows, look))
-            for feed, rows in feeds
-        ]
+            read = [rows.keys for _, rows in feeds if len(rows.keys) and term.form == "lookup"]
+            seen = [int(keys[0, 0]) for keys in read]
+            self._followed[name] = self._follow(name, term, seen)
+        book, found = self._followed[name], []
+        for feed, rows in feeds:
+            term = feed.terms[name]
+            probe, size = probe_rows(feed.stream, term, rows, book.look)
+            if book.row is not None:
+                width = len(book.b) - book.look.numbers
+                beside = gradient_at(feed.stream, term, rows, book.row, width)
+                probe = torch.cat([probe, beside], 1)
+            found.append((rows.segments[:, 0], probe, size))
+        return found
 
-    def _follow(self, name: str, term: Term) -> Followed:
-        """Decides where a book is looked at, and begins with what the optimizer remembers."""
+    def _follow(self, name: str, term: Term, seen: Sequence[int]) -> Followed:
+        """Decides where a book is looked at, and begins with what the optimizer remembers.
+
+        Of a table, `seen` are rows that were read.
+        """
         shape = tuple(self._plan.parameters[name].shape)
         height, width = matrix_shape(shape, term.view, term.groups)
-        rows, vectors, columns = slice(0, height), None, None
+        rows, vectors, columns, row = slice(0, height), None, None, None
         generator = torch.Generator().manual_seed(self._column[name])  # the user's stays untouched
         if isinstance(self._rule, StateRule):
             rows = slice(0, min(height, HIGHEST))
@@ -186,11 +201,15 @@ class Reconciler:
             columns = torch.randperm(width, generator=generator)[:count]
             vectors = torch.zeros(width, count, dtype=torch.float64)
             vectors[columns, torch.arange(count)] = 1.0
+            row = int(torch.randint(height, (), generator=generator))
+            if term.form == "lookup" and seen:
+                row = seen[0] + term.at[0]
         elif term.view != "flat":
             vectors = torch.randn(width, 1, generator=generator, dtype=torch.float64)
         memory, buffer = self._memory.pop(name, {}), self._rule.buffer
         look = Look(rows, vectors)
-        found = Followed(look, columns, term, buffer in memory, torch.zeros(look.numbers).double())
+        b = torch.zeros(look.numbers + (0 if row is None else width), dtype=torch.float64)
+        found = Followed(look, columns, row, term, buffer in memory, b)
         found.state = {
             part: found.of(kept) if tuple(kept.shape) == shape else kept.double().cpu()
             for part, kept in memory.items()
@@ -257,7 +276,7 @@ class Reconciler:
         """Where the steps lead some books, and how far each element went on its way."""
         assert isinstance(self._rule, StateRule)
         books = [self._followed[name] for name in names]
-        sizes = [book.look.numbers for book in books]
+        sizes = [len(book.b) for book in books]
         W = torch.cat([book.of(before[name]) for name, book in zip(names, books, strict=True)])
         b = torch.cat([book.b for book in books])
         state = {
@@ -303,23 +322,44 @@ def is_followed(rule: Rule) -> bool:
     return isinstance(rule, ScalarRule) or (isinstance(rule, StateRule) and rule.elementwise)
 
 
-def changed_untouched(
-    untouched: Sequence[str], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> list[str]:
-    """Of the books that no step touched, those that are not what they were, but for rounding.
+def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width: int) -> Tensor:
+    """(segments, width): one row of the gradient, from the rows of a product or of a table."""
+    wide = torch.promote_types(records.values.dtype, torch.float32)
+    values, (top, left), count = records.values.to(wide), term.at, len(records.counts)
+    found = values.new_zeros(count, width)
+    if term.form == "lookup":
+        chosen = (records.keys[:, 0] + top == row)[:, None]
+        at = torch.arange(count).repeat_interleave(records.counts).to(values.device)
+        found[:, left : left + values.shape[1]].index_add_(0, at, values * chosen)
+        return found
+    height = stream.values[0] if stream.layout else values.shape[1]
+    if not (top <= row < top + height and len(values)):
+        return found
+    keys = records.keys.to(wide)
+    if stream.layout:
+        pairs = zip(keys.chunk(count), values.chunk(count), strict=True)  # all of one size
+        each = [conv.gradient_row(stream, k, v, row - top) for k, v in pairs]
+        return torch.stack(each)
+    errors = values[:, row - top].reshape(count, 1, -1)
+    found[:, left : left + keys.shape[1]] = (errors @ keys.reshape(count, -1, keys.shape[1]))[:, 0]
+    return found
 
-    >>> changed_untouched(["w"], {"w": torch.zeros(2)}, {"w": torch.tensor([0.0, 1.0])})
+
+def unlike(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """The books that are not what they are expected to be, but for rounding.
+
+    >>> unlike({"w": torch.zeros(2)}, {"w": torch.tensor([0.0, 1.0])})
     ['w']
     """
-    found = []
-    for name in untouched:
-        a, b = before[name], after[name]
+    names = []
+    for name, a in expected.items():
+        b = found[name]
         if a is not b and a.numel():
             gap = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, (a - b).abs()).max()
-            eps = torch.finfo(a.dtype).eps
-            if not bool(gap <= ROUNDINGS * eps * a.abs().max()):
-                found.append(name)
-    return found
+            eps = torch.finfo(b.dtype).eps
+            if not bool(gap <= ROUNDINGS * eps * torch.maximum(a.abs().max(), b.abs().max())):
+                names.append(name)
+    return names
 
 
 def _has_16_bits(account: Evidence) -> bool:

@@ -25,7 +25,7 @@ from dualform.record.probe import (
     StreamRows,
     lay_out,
 )
-from dualform.record.reconcile import Reconciler, changed_untouched
+from dualform.record.reconcile import Reconciler, unlike
 from dualform.record.steps import Step, finite_steps, looks_of, probes_of
 from dualform.record.tally import settle_factors
 from dualform.record.tape import Batch, Page
@@ -219,11 +219,12 @@ class Settler:
         return self._note_changed(changed, span, OUTSIDE)
 
     def _note_untouched(self, steps: Sequence[Step], span: Span) -> list[dict[str, Any]]:
-        """Notes books that changed though no step touched them."""
-        touched = torch.tensor([step.states for step in steps]).any(0)
-        names = [name for name in span[0] if not touched[self._column[name]]]
+        """Notes books without rows that changed by more than the changes that were observed."""
+        by_row = (torch.tensor([step.states for step in steps]) == BY_ROW).any(0)
+        names = [name for name in span[0] if not by_row[self._column[name]]]
         names = [name for name in names if name not in self._broken]
-        found = dict.fromkeys(changed_untouched(names, *span), steps[0].number)
+        observed = {name: _observed(steps, name, span[0][name]) for name in names}
+        found = dict.fromkeys(unlike(observed, span[1]), steps[0].number)
         return self._note_changed(found, span, OUTSIDE)
 
     def _note_unaccounted(
@@ -260,13 +261,11 @@ class Settler:
         for name in books:
             column = self._column[name]
             unseen = [step for step in steps if step.states[column] != OBSERVED]
-            if not unseen:
-                continue
+            rest = (after[name] - _observed(steps, name, before[name])).to(after[name].dtype)
             for step in unseen:
                 step.states = [*step.states[:column], UNTOUCHED, *step.states[column + 1 :]]
-            last = unseen[-1]
-            later = [step.changes[name] for step in steps if name in step.changes]
-            last.changes[name] = functools.reduce(torch.sub, later, after[name] - before[name])
+            last = unseen[-1] if unseen else steps[-1]
+            last.changes[name] = last.changes.get(name, 0) + rest
             last.states = [*last.states[:column], OBSERVED, *last.states[column + 1 :]]
 
     def moved_on(self, now: Glance, span: Span) -> bool:
@@ -310,6 +309,12 @@ class Settler:
             return self._samples.numbers(batch.ids)
         first, self._numbered = self._numbered, self._numbered + batch.size
         return self._samples.numbers(torch.arange(first, self._numbered))
+
+
+def _observed(steps: Sequence[Step], name: str, before: Tensor) -> Tensor:
+    """What a book was before these steps, with the changes that were observed; itself if none."""
+    changes = [step.changes[name] for step in steps if name in step.changes]
+    return functools.reduce(torch.add, changes, before.double()) if changes else before
 
 
 def _one_dtype(parts: list[Tensor]) -> list[Tensor]:
