@@ -183,6 +183,7 @@ def describe_samples(
     columns: Columns | None = None,
 ) -> None:
     """Adds labels, columns and previews to samples; a later description of an id replaces it."""
+    check_ids(ids, "recorder.describe")
     columns = columns or {}
     if LABEL in columns:
         raise SampleIdsError(f"recorder.describe: the column '{LABEL}' is given as labels=….")
@@ -220,7 +221,7 @@ def listed(ids: Any) -> list[Any]:
     return list(ids)
 
 
-def check_ids(ids: Tensor | Sequence[Any]) -> None:
+def check_ids(ids: Tensor | Sequence[Any], by: str = "recorder.samples") -> None:
     """Ids are integers of 64 bits or strings; others are refused before they are lost."""
     if isinstance(ids, Tensor):
         fine = not (ids.is_floating_point() or ids.is_complex()) and ids.ndim == 1
@@ -234,8 +235,8 @@ def check_ids(ids: Tensor | Sequence[Any]) -> None:
     if not fine:
         shown = ids if isinstance(ids, Tensor) and not ids.ndim else list(ids[:3])
         raise SampleIdsError(
-            f"recorder.samples got {shown}; ids are integers or strings, all of one kind, in one "
-            "flat list or tensor; integers fit into 64 bits."
+            f"{by} got {shown}; ids are integers or strings, all of one kind, in one flat list or "
+            "tensor; integers fit into 64 bits, one of them the sign."
         )
 
 
