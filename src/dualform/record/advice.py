@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dualform.errors import CoverageWarning, RecordingWarning
@@ -16,12 +16,14 @@ NAMED = 4
 class Advice:
     """Collects what is worth a warning, and gives it from the training loop's own thread.
 
-    `optimizer` is the name of the recorded one, and `harmless` the reason for which a book may be
-    kept by step without a word.
+    `optimizer` is the name of the recorded one, `trained` says which parameters it may change, and
+    `harmless` is the reason for which a book may be kept by step without a word.
     """
 
-    def __init__(self, plan: Plan, optimizer: str, harmless: str) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, plan: Plan, optimizer: str, trained: Callable[[], Iterable[str]], harmless: str
+    ) -> None:
+        self._optimizer, self._trained = optimizer, trained
         self._sizes = {name: p.numel() for name, p in plan.parameters.items()}
         self._harmless = harmless
         self._by_step: dict[str, tuple[int, str]] = {}
@@ -39,21 +41,23 @@ class Advice:
         """Takes down anything else; from the writer's thread, too."""
         self._remarks.append(text)
 
-    def give(self, trained: Iterable[str], at_the_end: bool = False) -> None:
+    def give(self, at_the_end: bool = False) -> None:
         """Warns: of coverage when it first falls, and at the end where it has fallen further."""
         remarks, self._remarks = self._remarks, []
         for text in remarks:
             warnings.warn(text, RecordingWarning, stacklevel=4)
+        if not self._by_step or (self._told and not at_the_end):
+            return
         lost = {
             name: found
             for name, found in list(self._by_step.items())
             if name not in self._told and found[1] != self._harmless
         }
-        if lost and (at_the_end or not self._told):
+        if lost:
             self._told |= lost.keys()
-            warnings.warn(self._of_coverage(lost, set(trained)), CoverageWarning, stacklevel=4)
+            warnings.warn(self._of_coverage(lost), CoverageWarning, stacklevel=4)
 
-    def conclude(self, steps: int, unkept: int, trained: Iterable[str]) -> None:
+    def conclude(self, steps: int, unkept: int) -> None:
         """Says at the end what came of the recording, where that is not what was wanted.
 
         `steps` is how many were seen; `unkept` the last, where the weights are no longer its own.
@@ -70,11 +74,11 @@ class Advice:
                 f"{self._optimizer}: they are no step's, and were not kept. Change or load weights "
                 "after the `with` statement."
             )
-        self.give(trained, at_the_end=True)
+        self.give(at_the_end=True)
 
-    def _of_coverage(self, lost: Mapping[str, tuple[int, str]], trained: set[str]) -> str:
+    def _of_coverage(self, lost: Mapping[str, tuple[int, str]]) -> str:
         by_step = self._by_step.keys()
-        whole = sum(self._sizes[name] for name in trained | by_step)
+        whole = sum(self._sizes[name] for name in {*self._trained(), *by_step})
         share = sum(self._sizes[name] for name in by_step) / max(whole, 1)
         reasons: dict[tuple[int, str], list[str]] = {}
         for name, found in lost.items():

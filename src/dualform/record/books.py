@@ -163,7 +163,6 @@ class Books:
         step.before = step.after = self.glances.take()
         return step
 
-    @property
     def trained(self) -> list[str]:
         """The parameters that the optimizer may change."""
         return [name for name in self._names if self._is_trained(name)]
@@ -231,10 +230,12 @@ class Books:
         if left is None:
             return False
         now = _memory(self._optimizer.state.get(parameter, {}))
-        return len(now) != len(left) or any(
-            new._version != version if new is old else not torch.equal(new, old)
-            for (old, version), (new, _) in zip(left, now, strict=True)
-        )
+        if len(now) != len(left):
+            return True
+        for (old, version), (new, count) in zip(left, now, strict=True):
+            if count != version if new is old else not torch.equal(new, old):
+                return True
+        return False
 
     def _refused(self, reasons: Mapping[int, str]) -> list[tuple[str, Tensor]]:
         """Of those kept by row, the parameters that may not be."""

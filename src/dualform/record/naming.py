@@ -45,14 +45,14 @@ class Naming:
 
     def name(self, ids: Tensor | Sequence[Any]) -> None:
         """Samples are named by the user."""
-        shown = plain_start(ids)
         if self._numbered:
             raise SampleIdsError(
-                f"recorder.samples got ids {shown}, but an earlier step had none: its samples are "
-                "numbered 0, 1, 2 … and would be taken for them. Name the samples of every step, "
-                "from the first on, or of none."
+                f"recorder.samples got ids {plain_start(ids)}, but an earlier step had none: its "
+                "samples are numbered 0, 1, 2 … and would be taken for them. Name the samples of "
+                "every step, from the first on, or of none."
             )
-        self._agree(shown)
+        if self._described is not None and len(ids):
+            self._agree(ids, self._described)
         self.named = True
 
     def describe(self, ids: Sequence[Any]) -> None:
@@ -80,14 +80,15 @@ class Naming:
             )
         self._numbered = True
 
-    def _agree(self, shown: list[Any]) -> None:
+    def _agree(self, ids: Tensor | Sequence[Any], described: type) -> None:
         """Ids that are described must be of the kind that is used."""
-        described, given = self._described, type(shown[0]) if shown else None
-        if described is not None and given is not None and described is not given:
+        given = int if isinstance(ids, Tensor) else type(plain(ids[0]))
+        if described is not given:
             words = {int: "integers", str: "strings"}
             raise SampleIdsError(
-                f"recorder.samples got {words[given]} ({shown}, …), but the samples are described "
-                f"(dataset=… or recorder.describe) by {words[described]}; use one kind of ids."
+                f"recorder.samples got {words[given]} ({plain_start(ids)}, …), but the samples are "
+                f"described (dataset=… or recorder.describe) by {words[described]}; use one kind "
+                "of ids."
             )
 
 

@@ -102,8 +102,8 @@ class Recorder:
         if self._dataset is not None:
             describe_dataset(self.path, self._dataset)
         self._naming.read(self.path)
-        self._advice = Advice(plan, type(optimizer).__name__, harmless=NOISY)
         self._books = Books(model, plan, rule, optimizer)
+        self._advice = Advice(plan, type(optimizer).__name__, self._books.trained, harmless=NOISY)
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams)
         met, ports = (opened.samples, opened.numbered), self._watch.ports.all
@@ -153,12 +153,13 @@ class Recorder:
             self._writer.abandon()
         if error is None:
             seen, unkept = self.step - self._before_first, self._delivery.unkept
-            self._advice.conclude(seen, unkept, self._books.trained)
+            self._advice.conclude(seen, unkept)
 
     def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
         """Names the samples of the next forward pass, one id for each (integers or strings).
 
-        Without it, samples are numbered in the order they are seen, each visit anew.
+        Without it, samples are numbered in the order they are seen, each visit anew. Name those of
+        every step, or of none: ids and numbers are never mixed.
         """
         self._require_recording()
         self._watch.samples(ids, self._naming)
@@ -171,6 +172,8 @@ class Recorder:
         columns: Columns | None = None,
     ) -> None:
         """Adds labels, small previews (images, texts or numbers) and other columns, for people.
+
+        Only samples that are named (`recorder.samples`) can be described.
 
         Args:
             columns: what else is known of each sample, such as `{"source": ["web", "book"]}`.
@@ -230,7 +233,7 @@ class Recorder:
         self._keep_by_step(set(before), always=True)
         self._others.known |= before.keys()
         self._advice.lost(notes)
-        self._advice.give(self._books.trained)
+        self._advice.give()
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -313,7 +316,7 @@ class Recorder:
         if self._due and not self._books.shared:
             self._hand_over(*self._due)
         self._advice.lost(step.notes)
-        self._advice.give(self._books.trained)
+        self._advice.give()
 
     def _must_keep(self, states: Sequence[int]) -> bool:
         """Whether the rule needs what the optimizer remembers after this step."""
