@@ -44,6 +44,8 @@ FOLLOWED = 1024
 """So many elements of a book are followed under a rule without numbers, or one column of it."""
 HIGHEST = 1 << 14
 """At most so many elements of a column are, then."""
+WIDENED = 1 << 20
+"""So many elements are put into float64 at a time."""
 LEEWAY = 1e-2
 """By what part of its way such a book may miss its end: a rule may magnify rounding."""
 WIDE_LEEWAY = 1e-1
@@ -91,7 +93,9 @@ class Followed:
         if self.columns is not None:
             matrix = matrix[:, self.columns.to(matrix.device)]
         elif self.look.vectors is not None:
-            matrix = matrix.double() @ self.look.vectors.to(matrix.device)
+            vectors = self.look.vectors.to(matrix.device)
+            some = matrix.split(max(1, WIDENED // len(vectors)))  # type: ignore[no-untyped-call]
+            matrix = torch.cat([rows.double() @ vectors for rows in some])
         parts = [matrix.flatten()] if self.row is None else [matrix.flatten(), whole[self.row]]
         return torch.cat(parts).to("cpu", torch.float64)
 
@@ -307,7 +311,8 @@ class Reconciler:
     def _is_missed(self, name: str, end: Tensor, after: Tensor, allowed: float, steps: int) -> bool:
         """Whether a book is farther from its end than allowed, and than rounding may carry it."""
         is_ = self._followed[name].of(after)
-        size = after.double().norm() if self._followed[name].columns is None else is_.norm()
+        whole = self._followed[name].columns is None
+        size = torch.linalg.vector_norm(after if whole else is_, dtype=torch.float64)
         places = max(steps, 1) * torch.finfo(after.dtype).eps * float(size)
         return not float((is_ - end).norm()) <= allowed + ROUNDINGS * places
 
