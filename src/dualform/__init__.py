@@ -5,7 +5,7 @@ __version__ = "0.1.0"
 from dualform import attention as attention
 from dualform import evaluate as evaluate
 from dualform import families as families
-from dualform.errors import DualformError
+from dualform.errors import DualformError, DualformWarning
 from dualform.explore import view
 from dualform.memory import Memory
 from dualform.read import (
@@ -26,6 +26,7 @@ from dualform.record import Recorder, describe, record
 __all__ = [
     "Audit",
     "DualformError",
+    "DualformWarning",
     "Explanation",
     "Influence",
     "Memory",

@@ -21,7 +21,11 @@
     ├── AttentionError (ValueError)  shapes, masks or options an attention layer cannot take
     └── FamilyError (ValueError)     a distribution that does not exist
 
-Each is also the builtin named in parentheses, so `except OSError` keeps working.
+Each is also the builtin named in parentheses, so `except OSError` keeps working. And every warning:
+
+    DualformWarning (UserWarning)
+    ├── CoverageWarning              some parameters are recorded by step, not by sample
+    └── RecordingWarning             the loop does something that its author may not intend
 
 >>> from dualform.errors import DualformError, LedgerError
 >>> issubclass(LedgerError, DualformError), issubclass(LedgerError, OSError)
@@ -94,11 +98,29 @@ class NonFiniteError(RecordingError):
         return error
 
 
+class DualformWarning(UserWarning):
+    """The family of all warnings given by dualform.
+
+    >>> import warnings
+    >>> warnings.filterwarnings("ignore", category=CoverageWarning)  # if that is intended
+    >>> issubclass(CoverageWarning, DualformWarning)
+    True
+    """
+
+
+class CoverageWarning(DualformWarning):
+    """Some parameters are recorded by step, not by sample: which, how much of all, and why."""
+
+
+class RecordingWarning(DualformWarning):
+    """The training loop does something that its author may not intend."""
+
+
 class RecorderFailedError(RecordingError):
     """Recording itself failed; the loop did nothing wrong."""
 
 
-class RecordingEndedWarning(UserWarning):
+class RecordingEndedWarning(DualformWarning):
     """A failure ended the recording, and the training goes on without it."""
 
 

@@ -21,6 +21,7 @@ from tests.architectures.models import (
     lora_gpt2,
     lora_linear,
 )
+from tests.told import told
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -171,7 +172,7 @@ def recording(
     if path is None:
         yield lambda ids: None
     else:
-        with dualform.record(model, optimizer, path) as recorder:
+        with told(path), dualform.record(model, optimizer, path) as recorder:
             yield recorder.samples
 
 

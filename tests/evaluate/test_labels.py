@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dualform
-from dualform.errors import UnknownLayerError, UnknownSampleError
+from dualform.errors import RecordingWarning, UnknownLayerError, UnknownSampleError
 from dualform.evaluate import mislabeled
 from dualform.read import Run
 
@@ -105,7 +105,10 @@ def test_suspicion_as_of_a_step_and_of_a_layer(tmp_path: Path) -> None:
 def test_a_run_without_rows_knows_no_samples(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with (
+        pytest.warns(RecordingWarning, match="the recorder saw no step"),
+        dualform.record(model, optimizer, tmp_path / "run"),
+    ):
         pass
     with pytest.raises(UnknownSampleError, match="this run knows no samples"):
         dualform.open(tmp_path / "run").suspicion()

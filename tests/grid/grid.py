@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tests.grid.cases import CASES
 from tests.grid.optimizers import LOOSER, OPTIMIZERS, takes, trained
+from tests.told import told
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -75,7 +76,8 @@ class Problem:
         """Trains under a fixed seed; records where there is a path."""
         torch.manual_seed(1)
         made = OPTIMIZERS[optimizer](trained(self.model))
-        train(self.model, made, self.x, self.y, loop, path, self.loss)
+        with told(path):
+            train(self.model, made, self.x, self.y, loop, path, self.loss)
         return made
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.grid.grid import LOOP, Problem, problem
 from tests.grid.optimizers import OPTIMIZERS, trained
+from tests.told import told
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -22,7 +23,7 @@ Call = Callable[[Tensor], Tensor]
 def audited(given: Problem, call: Call, path: Path) -> Audit:
     """Trains the case through another call than the model's own."""
     optimizer = OPTIMIZERS["SGD, Nesterov"](trained(given.model))
-    with dualform.record(given.model, optimizer, path) as recorder:
+    with told(path), dualform.record(given.model, optimizer, path) as recorder:
         for ids in LOOP.batches(len(given.x)):
             recorder.samples(ids)
             given.loss(call(given.x[ids]), given.y[ids]).backward()

@@ -133,6 +133,7 @@ def test_signs_under_autocast(case: str, optimizer: str, tmp_path: Path) -> None
         pytest.skip(f"{optimizer} is not installed")
     cell = run_cell(case, optimizer, torch.float32, tmp_path / "run", torch.bfloat16)
     assert cell.identical
+    assert not unexpected(case, cell.reasons)
     assert cell.remainder <= 1e-6
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.grid.cases import CASES
 from tests.grid.grid import problem
+from tests.told import told
 from torch import Tensor, nn
 
 import dualform
@@ -60,7 +61,7 @@ def trained(path: Path, overwritten: str) -> dualform.Audit:
     model = Overwriting()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, data = torch.empty(6, 4), torch.randn(8, 6, 4)
-    with dualform.record(model, optimizer, path):
+    with told(path), dualform.record(model, optimizer, path):
         for batch in data:
             x.copy_(batch)
             model(x).square().sum().backward()

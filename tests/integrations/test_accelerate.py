@@ -15,11 +15,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from tests.integrations.one_hot import COUNT, Net, Pairs, X, Y, check_run, same_weights, sgd
+from tests.told import told
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 import dualform
-from dualform.errors import RecordingError
+from dualform.errors import RecordingError, RecordingWarning
 from dualform.integrations import with_ids
 
 
@@ -105,7 +106,7 @@ def test_seeded_samplers_and_skipped_batches(tmp_path: Path) -> None:
 def test_the_loader_given_is_not_changed(tmp_path: Path) -> None:
     net, loader = Net(), DataLoader(Pairs(), batch_size=11)
     optimizer = sgd(net)
-    with dualform.record(net, optimizer, tmp_path / "run") as recorder:
+    with told(tmp_path / "run"), dualform.record(net, optimizer, tmp_path / "run") as recorder:
         named = with_ids(loader, recorder)
         assert with_ids(loader, recorder) is with_ids(named, recorder) is named
         assert isinstance(named, DataLoader)
@@ -158,7 +159,10 @@ class Stream(IterableDataset[int]):
 
 def test_what_has_no_ids(tmp_path: Path) -> None:
     net = Net()
-    with dualform.record(net, sgd(net), tmp_path / "run") as recorder:
+    with (  # noqa: PT031
+        pytest.warns(RecordingWarning, match="the recorder saw no step"),
+        dualform.record(net, sgd(net), tmp_path / "run") as recorder,
+    ):
         with pytest.raises(RecordingError, match=r"a stream \(Stream\)"):
             with_ids(DataLoader(Stream()), recorder)
         with pytest.raises(RecordingError, match="this is a list"):

@@ -187,6 +187,7 @@ def test_recording_over_a_run(tmp_path: Path) -> None:
             recorder.samples(["a", "b", "c"])
             model(torch.randn(3, 2)).sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
     assert dualform.open(tmp_path / "run").steps == 1
     with pytest.raises(RunExistsError, match=r"already holds a run of 1 steps; choose another"):
         dualform.record(model, optimizer, tmp_path / "run").__enter__()

@@ -12,6 +12,7 @@ import torch
 from tests.grid.grid import problem
 from tests.grid.optimizers import OPTIMIZERS
 from tests.read.known import Known
+from tests.told import told
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -84,7 +85,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recorded
         known = {**OPTIMIZERS, "unknown": Unknown}
         made = known[optimizer](list(model.parameters()))
         path = folder / f"{optimizer}, {activation.__name__}"
-        train(model, made, x, y, LOOP, path)
+        with told(path):
+            train(model, made, x, y, LOOP, path)
         return Recorded(model.eval(), x, dualform.open(path))
 
     return lambda optimizer, activation=nn.Tanh: train_one(optimizer, activation)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.told import told
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -21,6 +22,7 @@ import dualform
 from dualform.errors import (
     ModelMismatchError,
     ReadingError,
+    RecordingWarning,
     UnknownLayerError,
     UnknownSampleError,
     UnknownStepError,
@@ -269,7 +271,7 @@ def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
         loss.backward()
         return loss
 
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run"):
         optimizer.step(closure)
     run = dualform.open(tmp_path / "run")
     with pytest.raises(ReadingError, match="no layer of this run was booked by row"):
@@ -280,7 +282,11 @@ def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
 
 def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    with dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(RecordingWarning, match="the recorder saw no step"),
+        dualform.record(model, sgd, tmp_path / "run"),
+    ):
         run = dualform.open(tmp_path / "run")
     assert "none committed yet" in str(run)
     assert "no step is committed up to here: there is nothing to add up" in str(run.audit())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tests.record.structures import Structure
+from tests.told import told
 from torch import Tensor, nn
 
 import dualform
@@ -24,7 +25,7 @@ def attribution_holds(
     model = case.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     truth: Added = {}
-    with dualform.record(model, optimizer, path) as recorder:
+    with told(path), dualform.record(model, optimizer, path) as recorder:
         for step in range(steps):
             x, ids = case.inputs(step), case.ids(step)
             for key, gradient in _gradients(copy.deepcopy(model), case, x, ids).items():

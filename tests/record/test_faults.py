@@ -22,6 +22,7 @@ from dualform.errors import (
     RecorderFailedError,
     RecordingEndedWarning,
     RecordingError,
+    RecordingWarning,
     SampleIdsError,
 )
 
@@ -96,7 +97,7 @@ FAULTS = {
     "backward: a stream": "record.watch.Ports.of",
     "backward: a tape": "record.tape.Tape.write",
     "before the step: gradients": "record.books.Books.observe",
-    "before the step: weights": "record.books.Books.hold",
+    "before the step: what is seen": "record.recorder.Recorder._observe",
     "after the step: changes": "record.books.Books.changes",
     "after the step: the watch": "record.watch.Watch.end_step",
     "writer: settling": "record.settle.Settler.settle",
@@ -174,7 +175,10 @@ def test_a_failure_ends_the_recording_and_not_the_training(
     if fault != "checkpoint: weights":  # then there are none to hold the books against
         assert run.audit().remainder <= 1e-10
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    with dualform.record(model, sgd(model), tmp_path / "run", overwrite=True):
+    with (
+        pytest.warns(RecordingWarning, match="saw no step"),
+        dualform.record(model, sgd(model), tmp_path / "run", overwrite=True),
+    ):
         pass  # the run is free again
 
 
@@ -301,7 +305,10 @@ def test_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         inject(patch, "record.recorder.Books", 1)
         with pytest.raises(RecorderFailedError, match=r"cannot start: KeyError: 'a defect'"):
             dualform.record(model, sgd(model), tmp_path / "run").__enter__()
-    with dualform.record(model, sgd(model), tmp_path / "run", overwrite=True):
+    with (
+        pytest.warns(RecordingWarning, match="saw no step"),
+        dualform.record(model, sgd(model), tmp_path / "run", overwrite=True),
+    ):
         pass  # nothing is in its way
 
 

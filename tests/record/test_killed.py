@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.record.killed_victim import fresh, main, save, steps
+from tests.told import told
 from torch import nn
 
 import dualform
+from dualform.errors import RecordingWarning
 from dualform.ledger.format import open_line
 
 MOMENTS = {"save mark": 9, "mark save": 9, "save": 6}
@@ -104,7 +106,8 @@ def _marks(path: Path) -> list[tuple[int, str]]:
 def test_scripted_models_are_marked_by_hand(tmp_path: Path) -> None:
     model = torch.jit.script(nn.Linear(6, 3).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run", strict=True) as recorder:
+    path = tmp_path / "run"
+    with told(path), dualform.record(model, optimizer, path, strict=True) as recorder:
         steps(model, optimizer, 2, recorder)
         recorder.checkpoint()
         save(tmp_path, model, optimizer, recorder.step)
@@ -115,7 +118,10 @@ def test_scripted_models_are_marked_by_hand(tmp_path: Path) -> None:
 def test_copies_save_as_before(tmp_path: Path) -> None:
     """A model saved as a whole takes no hook with it."""
     model, optimizer = fresh("sgd")
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with (
+        pytest.warns(RecordingWarning, match="saw no step"),
+        dualform.record(model, optimizer, tmp_path / "run"),
+    ):
         torch.save(model, tmp_path / "model.pt")
     copy = torch.load(tmp_path / "model.pt", weights_only=False)
     assert isinstance(copy, nn.Module)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.told import told
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer, RMSprop
 from torch.utils.checkpoint import checkpoint
 
 import dualform
-from dualform.errors import RecordingError, SampleIdsError
+from dualform.errors import RecordingError, RecordingWarning, SampleIdsError
 
 OUTSIDE = "something other than the optimizer changed it between steps"
 UNRECORDED = SimpleNamespace(samples=lambda ids: None)
@@ -307,7 +308,7 @@ def back_half_of_the_way(record: Watched) -> None:
                 model.load_state_dict({n: (w + end[n]) / 2 for n, w in start.items()})
 
 
-@loop(head=OUTSIDE)
+@loop(head="another optimizer, Adam, stepped it; by row is what the recorded SGD does")
 def two_optimizers(record: Watched) -> None:
     model = Net()
     ours, theirs = SGD(model.enc.parameters(), lr=0.1), Adam(model.head.parameters(), lr=0.01)
@@ -388,9 +389,12 @@ def test_loop(name: str, tmp_path: Path) -> None:
         made[0].append(model)
         return nullcontext(UNRECORDED)
 
-    def recorded(model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
+    @contextmanager
+    def recorded(model: nn.Module, optimizer: Optimizer) -> Iterator[Any]:
         made[1].append(model)
-        return dualform.record(model, optimizer, tmp_path / str(len(made[1])))
+        path = tmp_path / str(len(made[1]))
+        with told(path), dualform.record(model, optimizer, path) as recorder:
+            yield recorder
 
     for way in (plainly, recorded):
         torch.manual_seed(0)
@@ -430,7 +434,7 @@ def without_second_pass(model: nn.Module, path: Path) -> tuple[dict[str, Tensor]
     for parameter in model.parameters():
         nn.init.normal_(parameter)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, path) as recorder:
+    with told(path), dualform.record(model, optimizer, path) as recorder:
         for ids, x, y in batches():
             recorder.samples(ids)
             first = model(x)
@@ -463,7 +467,10 @@ def test_weights_are_clipped_over_many_parcels(
 ) -> None:
     model = Net()
     optimizer = make(model.parameters(), lr=0.05)
-    with dualform.record(model, optimizer, tmp_path / "run", buffer_bytes=1500):
+    with (
+        told(tmp_path / "run"),
+        dualform.record(model, optimizer, tmp_path / "run", buffer_bytes=1500),
+    ):
         for number, (_, x, y) in enumerate(batches(40)):
             descend(F.mse_loss(model(x), y), optimizer)
             if number >= first:
@@ -477,7 +484,10 @@ def test_weights_are_clipped_over_many_parcels(
 def test_weights_put_in_after_the_last_step_are_not_its_own(tmp_path: Path) -> None:
     model = Net()
     optimizer = SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with (  # noqa: PT031
+        pytest.warns(RecordingWarning, match="the weights changed after step 6, the last of the"),
+        dualform.record(model, optimizer, tmp_path / "run"),
+    ):
         best = {name: weight.clone() for name, weight in model.state_dict().items()}
         for _, x, y in batches():
             descend(F.mse_loss(model(x), y), optimizer)
@@ -516,11 +526,13 @@ def test_models_that_no_run_can_hold(tmp_path: Path) -> None:
         ([2**63, 1, 2, 3], "integers fit into 64 bits"),
         (torch.tensor([True] * 4), "ids are integers or strings"),
         (torch.tensor(5), "ids are integers or strings"),
+        (torch.tensor([0, 1, 2, 2**63], dtype=torch.uint64), "integers fit into 64 bits"),
     ],
 )
 def test_ids_that_name_no_samples(ids: Any, message: str, tmp_path: Path) -> None:
     model = Net()
     with (
+        pytest.warns(RecordingWarning, match="the recorder saw no step"),
         dualform.record(model, SGD(model.parameters(), lr=0.1), tmp_path / "run") as recorder,
         pytest.raises(SampleIdsError, match=message),
     ):

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.record.law import attribution_holds
 from tests.record.structures import STRUCTURES, B, D, numbers
+from tests.told import told
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -182,7 +183,7 @@ class Centered(nn.Module):
 def fit(model: nn.Module, path: Path, inputs: list[Tensor]) -> dualform.Audit:
     model.double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with dualform.record(model, optimizer, path) as recorder:
+    with told(path), dualform.record(model, optimizer, path) as recorder:
         for x in inputs:
             recorder.samples(range(len(x)))
             F.cross_entropy(model(x), torch.arange(len(x)) % 3).backward()

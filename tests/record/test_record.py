@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.told import told
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -18,6 +19,7 @@ from dualform.errors import (
     NonFiniteError,
     RecordingEndedWarning,
     RecordingError,
+    RecordingWarning,
     SampleIdsError,
 )
 
@@ -258,7 +260,7 @@ def test_what_has_no_rows_is_booked_by_step(
     torch.manual_seed(0)
     model, (x, y) = make().double(), (part.double() for part in data)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run"):
         for _ in range(6):
             step(model, optimizer, x, y)
     audit = balanced(tmp_path / "run")
@@ -277,7 +279,7 @@ def test_an_optimizer_without_a_rule_is_booked_by_step(
 ) -> None:
     model, (x, y) = mlp(), data
     optimizer = SubclassedAdam(model.parameters(), lr=0.01)
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run"):
         for _ in range(6):
             step(model, optimizer, x, y)
     audit = balanced(tmp_path / "run")
@@ -293,7 +295,7 @@ def test_a_gradient_that_stops_being_its_rows(
     """Noise added to gradients from step 5 on; found at once, or only when the loop is over."""
     model, (x, y) = mlp(), data
     optimizer = SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run") as recorder:
         for number in range(12):
             F.mse_loss(model(x), y).backward()
             if number >= 4:
@@ -399,7 +401,10 @@ def test_an_exception_in_the_loop_leaves_a_readable_run(
 def test_ids_of_the_wrong_length(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
     model, (x, y) = mlp(), data
     optimizer = SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+    with (  # noqa: PT031
+        pytest.warns(RecordingWarning, match="the recorder saw no step"),
+        dualform.record(model, optimizer, tmp_path / "run") as recorder,
+    ):
         recorder.samples(range(11))
         message = (
             r"recorder.samples got 11 ids, but the model was given a batch of shape \(12, 6\); "
@@ -430,7 +435,9 @@ def test_ids_forgotten(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
         step(model, optimizer, x, y)
         with torch.no_grad():
             model(x)
-        with pytest.raises(RecordingError, match="named the samples of earlier steps, but not of"):
+        with pytest.raises(
+            RecordingError, match="named the samples of earlier forward passes, but not of"
+        ):
             step(model, optimizer, x, y)
 
 
@@ -468,7 +475,10 @@ def test_a_failed_start_leaves_the_run_free(tmp_path: Path) -> None:
         RecordingError, match="the dataset is a int, whose items cannot be read by number"
     ):
         dualform.record(model, optimizer, tmp_path / "run", dataset=7).__enter__()
-    with dualform.record(model, optimizer, tmp_path / "run", overwrite=True):
+    with (
+        pytest.warns(RecordingWarning, match="the recorder saw no step"),
+        dualform.record(model, optimizer, tmp_path / "run", overwrite=True),
+    ):
         pass
 
 
@@ -628,7 +638,7 @@ def test_an_optimizer_that_calls_its_closure_often(
         loss.backward()
         return loss
 
-    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run") as recorder:
         for _ in range(3):
             optimizer.step(closure)
         assert recorder.step == 3
@@ -652,7 +662,7 @@ class Decaying(SGD):
 def test_an_optimizer_built_on_another(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:
     model, (x, y) = mlp(), data
     optimizer = Decaying(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run") as recorder:
         for _ in range(4):
             step(model, optimizer, x, y)
         assert recorder.step == 4
@@ -681,7 +691,7 @@ def test_layers_of_any_width_notice_a_gradient_that_is_not_theirs(
     torch.manual_seed(0)
     model, x = nn.Linear(6, width), torch.randn(12, 6)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run"):
         for _ in range(3):
             model(x).square().mean().backward()
             model.weight.grad += torch.randn_like(model.weight)
@@ -693,7 +703,10 @@ def test_layers_of_any_width_notice_a_gradient_that_is_not_theirs(
 
 def test_a_run_without_steps(tmp_path: Path) -> None:
     model = mlp()
-    with dualform.record(model, SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+    with (
+        pytest.warns(RecordingWarning, match="the recorder saw no step"),
+        dualform.record(model, SGD(model.parameters(), lr=0.1), tmp_path / "run"),
+    ):
         pass
     run = dualform.open(tmp_path / "run")
     assert (run.steps, run.ids, run.audit().remainder) == (0, [], 0.0)
@@ -716,7 +729,7 @@ class Wandering(torch.optim.Optimizer):
 def test_an_optimizer_without_gradients(tmp_path: Path) -> None:
     model = mlp()
     optimizer = Wandering(model.parameters())
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run"):
         for _ in range(3):
             optimizer.step()
     audit = balanced(tmp_path / "run")
@@ -729,7 +742,7 @@ def test_a_layer_without_a_kind_joins_on_the_way(
     torch.manual_seed(0)
     model, (x, y) = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)), data
     optimizer = SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run"):
         for number in range(6):
             if number == 2:
                 optimizer.add_param_group({"params": list(model[1].parameters())})
@@ -752,7 +765,7 @@ def test_the_smallest_layer_and_an_empty_batch(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run"):
         for number in range(4):
             model(torch.randn(0 if number == 2 else 5, 1)).square().sum().backward()
             model.bias.grad.mul_(3)  # no one factor explains this
@@ -771,5 +784,5 @@ def test_stale_ids_are_noticed_in_any_layer(tmp_path: Path, data: tuple[Tensor, 
         optimizer.step()
         optimizer.zero_grad()
         F.mse_loss(model[0](x), torch.zeros(12, 8)).backward()
-        with pytest.raises(RecordingError, match="named the samples of earlier steps"):
+        with pytest.raises(RecordingError, match="named the samples of earlier forward passes"):
             optimizer.step()

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.told import told
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import dualform
-from dualform.errors import ModelMismatchError, SampleIdsError, UnknownStepError
+from dualform.errors import ModelMismatchError, RecordingWarning, SampleIdsError, UnknownStepError
 
 X, Y = torch.randn(12, 6, generator=torch.Generator().manual_seed(1)), torch.arange(12) % 3
 
@@ -65,7 +66,7 @@ def test_a_run_resumed_twice_balances(tmp_path: Path) -> None:
 
 def test_what_was_kept_by_step_stays_so(tmp_path: Path) -> None:
     model, optimizer = fresh()
-    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run") as recorder:
         steps(model, optimizer, 3, recorder, noise=1.0)
     with dualform.record(model, optimizer, tmp_path / "run", resume=True) as recorder:
         steps(model, optimizer, 3, recorder)
@@ -120,6 +121,7 @@ def test_ids_keep_their_kind(tmp_path: Path) -> None:
 def test_ids_that_are_none(ids: list[object] | Tensor, tmp_path: Path) -> None:
     model, optimizer = fresh()
     with (
+        pytest.warns(RecordingWarning, match="the recorder saw no step"),
         dualform.record(model, optimizer, tmp_path / "run") as recorder,
         pytest.raises(SampleIdsError, match="ids are integers or strings, all of one kind"),
     ):
@@ -130,7 +132,7 @@ def test_names_after_numbers(tmp_path: Path) -> None:
     """Samples that were numbered in order cannot get names halfway."""
     model, optimizer = fresh()
     with (  # noqa: PT012
-        pytest.raises(SampleIdsError, match="this run's ids are integers"),
+        pytest.raises(SampleIdsError, match="but an earlier step had none"),
         dualform.record(model, optimizer, tmp_path / "run") as recorder,
     ):
         for named in (False, True):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.record.uses import BY_ROW, Case
+from tests.told import told
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -91,7 +92,7 @@ def test_recording_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_samples_gradients_in_full_are_kept_only_of_small_weights(tmp_path: Path) -> None:
     model = parametrizations.weight_norm(nn.Linear(600, 500))
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    with dualform.record(model, sgd, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, sgd, tmp_path / "run"):
         model(torch.randn(4, 600)).square().mean().backward()
         sgd.step()
     reasons = {book.name: book.reason for book in dualform.open(tmp_path / "run").audit().books}
@@ -108,7 +109,7 @@ def test_a_hooked_original_is_not_differentiated_again(tmp_path: Path) -> None:
     original = model.parametrizations.weight.original
     original.register_hook(lambda gradient: calls.append(len(calls)))
     sgd = torch.optim.SGD(model.parameters(), lr=RATE)
-    with dualform.record(model, sgd, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, sgd, tmp_path / "run"):
         for _ in range(STEPS):
             model(torch.randn(4, 5)).square().mean().backward()
             sgd.step()

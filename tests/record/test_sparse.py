@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.told import told
 from torch import Tensor, nn
 
 import dualform
@@ -77,7 +78,9 @@ def test_sparse_gradients_leave_the_rows_of_dense_ones(
 
 def test_sparse_adam_is_kept_by_step(tmp_path: Path) -> None:
     model = Words(50, 8, sparse=True)
-    train(model, torch.optim.SparseAdam(model.parameters(), lr=0.1), tmp_path / "run", strict=True)
+    adam = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+    with told(tmp_path / "run"):
+        train(model, adam, tmp_path / "run", strict=True)
     (book,) = dualform.open(tmp_path / "run").audit().books
     assert book.reason == "SparseAdam has no rule yet"
     assert book.granularity == "step"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.grid.cases import Positions
+from tests.told import told
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,7 +40,7 @@ def test_no_graph_is_kept_alive(model: nn.Module, tmp_path: Path) -> None:
     """Neither after a backward pass, nor where there never is one."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, outputs = torch.randn(2, 4, 4), []
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run"):
         for backward in (True, False, True):
             found = model(x)
             out = found[0] if isinstance(found, tuple) else found
@@ -227,7 +228,7 @@ def test_functional_calls(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model, x = nn.Linear(4, 3).double(), torch.randn(5, 4).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with dualform.record(model, optimizer, tmp_path / name):
+        with told(tmp_path / name), dualform.record(model, optimizer, tmp_path / name):
             for _ in range(3):
                 own = dict(model.named_parameters())
                 given = own if change == 1 else {key: p * change for key, p in own.items()}

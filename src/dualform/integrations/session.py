@@ -23,8 +23,9 @@ class Session:
     >>> owner, model = Owner(), torch.nn.Linear(3, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> session = Session(owner, model, optimizer, Path(tempfile.mkdtemp()) / "run")
+    >>> model(torch.ones(1, 3)).sum().backward(); optimizer.step()
     >>> session.recorder.step, session.close()
-    (0, None)
+    (1, None)
     """
 
     def __init__(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -131,7 +132,7 @@ class Samples:
         return Preview(kind, data) if kind else None
 
     def _read(self, page: Path) -> None:
-        try:
+        with _describing(page):
             description = json.loads(page.read_text(encoding="utf-8"))
             ids, kind = description["ids"], description["kind"]
             columns = {LABEL: description["labels"], **description.get("columns", {})}
@@ -139,8 +140,31 @@ class Samples:
                 self.columns.setdefault(name, {}).update(zip(ids, values, strict=False))
             for name, data in zip(ids, _previews(page, description), strict=False):
                 self._previews[name] = (kind, data)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptError(f"'{page}' does not describe samples: {error!r}.") from error
+
+
+def described_ids(path: Path) -> list[SampleId]:
+    """The first id of each description in a run folder.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, _, _ = tiny_run()
+    >>> describe_samples(run.path, [0, 1], ["cat", "dog"])
+    >>> described_ids(run.path)
+    [0]
+    """
+    found: list[SampleId] = []
+    for page in sorted((path / SAMPLES_FOLDER).glob("*.json")):
+        with _describing(page):
+            found += json.loads(page.read_text(encoding="utf-8"))["ids"][:1]
+    return found
+
+
+@contextmanager
+def _describing(page: Path) -> Iterator[None]:
+    """Says which page it is that cannot be read."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"'{page}' does not describe samples: {error!r}.") from error
 
 
 def _previews(page: Path, description: dict[str, Any]) -> Any:
@@ -159,6 +183,7 @@ def describe_samples(
     columns: Columns | None = None,
 ) -> None:
     """Adds labels, columns and previews to samples; a later description of an id replaces it."""
+    check_ids(ids, "recorder.describe")
     columns = columns or {}
     if LABEL in columns:
         raise SampleIdsError(f"recorder.describe: the column '{LABEL}' is given as labels=….")
@@ -196,11 +221,13 @@ def listed(ids: Any) -> list[Any]:
     return list(ids)
 
 
-def check_ids(ids: Tensor | Sequence[Any]) -> None:
+def check_ids(ids: Tensor | Sequence[Any], by: str = "recorder.samples") -> None:
     """Ids are integers of 64 bits or strings; others are refused before they are lost."""
     if isinstance(ids, Tensor):
         fine = not (ids.is_floating_point() or ids.is_complex()) and ids.ndim == 1
         fine = fine and ids.dtype != torch.bool
+        if fine and ids.dtype == torch.uint64:  # torch does not compare these
+            fine = bool((ids.view(torch.int64) >= 0).all())
     else:
         given = [plain(name) for name in ids]
         kinds = {type(name) for name in given}
@@ -208,8 +235,8 @@ def check_ids(ids: Tensor | Sequence[Any]) -> None:
     if not fine:
         shown = ids if isinstance(ids, Tensor) and not ids.ndim else list(ids[:3])
         raise SampleIdsError(
-            f"recorder.samples got {shown}; ids are integers or strings, all of one kind, in one "
-            "flat list or tensor; integers fit into 64 bits."
+            f"{by} got {shown}; ids are integers or strings, all of one kind, in one flat list or "
+            "tensor; integers fit into 64 bits, one of them the sign."
         )
 
 

@@ -156,7 +156,7 @@ def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -
         found = _measure(accounting, book, kept.read(book.name).double())
         remainder = found.remainder if measured or not until else float("nan")
         line = replace(_line(ledger, latest, book, until, remainder), rounding=found.rounding)
-        changed = found.small and line.granularity != "frozen"
+        changed = found.small and measured and line.granularity != "frozen"
         lines.append(replace(line, reason=ROUNDING) if changed else line)
     return Audit(lines, until, measured, ledger.nbytes)
 

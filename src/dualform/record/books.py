@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from dualform.record.glance import Glances
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
 from dualform.record.plan import Plan, reason_of, refusals
 from dualform.record.probe import Look
-from dualform.record.settle import Span, Step
+from dualform.record.reconcile import is_followed
+from dualform.record.settle import Span
+from dualform.record.steps import Step
 from dualform.record.tape import calls_are_dear
 
 PROBED_ROWS = 128
@@ -23,6 +26,12 @@ PROBED_COLUMN = 1 << 14
 """Parameters of one column are probed as a whole up to this size."""
 PROBE_NUMBERS = 32
 """A probe of fewer numbers could agree by accident: narrow matrices get several vectors."""
+
+
+Memory: TypeAlias = list[tuple[Tensor, int]]
+"""The tensors of an optimizer's state, and how often torch had changed each."""
+STEPPED = "another optimizer, {}, stepped it; by row is what the recorded {} does"
+FORGOTTEN = "what the optimizer remembers of it was changed between steps"
 
 
 class Books:
@@ -45,14 +54,19 @@ class Books:
         """Books whose rows have not been held against a gradient yet."""
         self._after: dict[str, Tensor] = {}
         self._span_start: dict[str, Tensor] = {}
+        self._span_versions: dict[str, int] = {}
+        """How often torch had changed each parameter at the last call of `span`."""
         self.span_glance = self.glances.take()
         """As the parameters were at the last call of `span`."""
+        self._memory: dict[str, Memory] = {}
+        """What the last step left the optimizer to remember of the books kept by row."""
         self._vectors: dict[str, Tensor | None] = {}
         self._last_names: tuple[str, ...] = ()
         self._turn = 0
         self._looks: dict[str, Look] = {}
         self._regroup()
         self.span()
+        self.hold()
 
     @property
     def vouched(self) -> list[str]:
@@ -90,7 +104,15 @@ class Books:
         before, glance = self._span_start, self.glances.take()
         moved = self.glances.differing([self.span_glance], [glance])
         self.span_glance = glance
-        still = {name for name in before if name not in moved and not self._is_trained(name)}
+        versions = {name: p._version for name, p in self._plan.parameters.items()}
+        still = {
+            name
+            for name in before
+            if name not in moved
+            and not self._is_trained(name)
+            and versions[name] == self._span_versions[name]
+        }
+        self._span_versions = versions
         names = {name for name in self._names if name not in self._by_step}
         now = {name: before[name] for name in still}
         now |= {n: self._plan.parameters[n].detach().clone() for n in names.union(before) - still}
@@ -99,11 +121,19 @@ class Books:
 
     def hold(self) -> None:
         """Keeps the parameters that are booked by step as they are before the step."""
-        if len(self._optimizer.param_groups) != self._group_count:
+        if _members(self._optimizer) != self._members:
             self._regroup()
         for name in self._by_step:
             if name not in self._after and self._is_booked(name):
                 self._after[name] = self._plan.parameters[name].detach().clone()
+
+    def share(
+        self, before: Mapping[str, Tensor], other: Optimizer, number: int
+    ) -> list[dict[str, object]]:
+        """Notes books that another optimizer steps; these are their values before it did."""
+        self._after |= {name: old for name, old in before.items() if name not in self._after}
+        reason = STEPPED.format(type(other).__name__, type(self._optimizer).__name__)
+        return [{"step": number, "book": name, "reason": reason} for name in before]
 
     def late_changes(self) -> dict[str, Tensor]:
         """What has happened since the last step to the books that are kept by step."""
@@ -117,10 +147,25 @@ class Books:
         """Whether something other than the optimizer changes some of them."""
         return bool(self._always)
 
+    def are_by_row(self, names: Iterable[str], states: Sequence[int]) -> bool:
+        """Whether a step of these states kept some of these books by row."""
+        return any(states[self._columns[name]] == BY_ROW for name in names)
+
     def as_observed(self, states: Sequence[int], name: str) -> list[int]:
         """The states of a step, with one book as observed."""
         at = self._columns[name]
         return [*states[:at], OBSERVED, *states[at + 1 :]]
+
+    def standing(self, number: int) -> Step:
+        """A step that leaves every book alone."""
+        hyper = [self._rule.hyper(group) for group in self._optimizer.param_groups]
+        step = Step(number, hyper, self._groups, [UNTOUCHED] * len(self._names), looks={})
+        step.before = step.after = self.glances.take()
+        return step
+
+    def trained(self) -> list[str]:
+        """The parameters that the optimizer may change."""
+        return [name for name in self._names if self._is_trained(name)]
 
     def _is_trained(self, name: str) -> bool:
         """Whether the optimizer may change it."""
@@ -162,8 +207,10 @@ class Books:
             for name, p in self._undecided
             if p.grad is not None
         }
-        by_row = [(name, p) for name, p in self._refused(refused) if p.grad is not None]
-        lost = undecided | {name: refused[id(p)] for name, p in by_row}
+        altered = {name: FORGOTTEN for name, _, p in self._probed if self._is_altered(name, p)}
+        reasons = altered | {name: refused[id(p)] for name, p in self._refused(refused)}
+        by_row = [(n, p) for n, _, p in self._probed if n in reasons and p.grad is not None]
+        lost = undecided | {name: reasons[name] for name, _ in by_row}
         if not lost:
             return []
         for name, p in by_row:  # what rows did so far stays
@@ -171,6 +218,24 @@ class Books:
         self.keep_by_step(set(lost))
         named = [name for name in self._names if name in lost]
         return [{"step": number, "book": name, "reason": lost[name]} for name in named]
+
+    def remember(self) -> None:
+        """Takes down what a step has left the optimizer to remember."""
+        state = self._optimizer.state
+        self._memory = {name: _memory(state[p]) for name, _, p in self._probed if p in state}
+
+    def _is_altered(self, name: str, parameter: Tensor) -> bool:
+        """Whether the optimizer's memory of a parameter is not what the last step left."""
+        left = self._memory.get(name)
+        if left is None:
+            return False
+        now = _memory(self._optimizer.state.get(parameter, {}))
+        if len(now) != len(left):
+            return True
+        for (old, version), (new, count) in zip(left, now, strict=True):
+            if count != version if new is old else not torch.equal(new, old):
+                return True
+        return False
 
     def _refused(self, reasons: Mapping[int, str]) -> list[tuple[str, Tensor]]:
         """Of those kept by row, the parameters that may not be."""
@@ -229,6 +294,8 @@ class Books:
         term, parameter = self._terms[name], self._plan.parameters[name]
         height, width = matrix_shape(tuple(parameter.shape), term.view, term.groups)
         rows = PROBED_COLUMN if term.view == "flat" else PROBED_ROWS
+        if not is_followed(self._rule):
+            rows = height  # nothing else looks at the whole
         first = min(self._turn * rows % height, max(0, height - rows))
         if name not in self._vectors:
             self._vectors[name] = None if term.view == "flat" else self._random(name, height, width)
@@ -272,7 +339,7 @@ class Books:
         groups = self._optimizer.param_groups
         index = {id(p): at for at, group in enumerate(groups) for p in group["params"]}
         self._groups = [index.get(id(parameter), -1) for parameter in self._parameters]
-        self._group_count = len(groups)
+        self._members = _members(self._optimizer)
         self._by_step |= {n for n in self._reasons if self._groups[self._columns[n]] >= 0}
         self._arrange()
 
@@ -283,3 +350,12 @@ def _some_rows(gradient: Tensor, rows: slice) -> Tensor:
     inside = (places >= rows.start) & (places < rows.stop)
     dense = values.new_zeros(rows.stop - rows.start, *values.shape[1:])
     return dense.index_add_(0, places[inside] - rows.start, values[inside])
+
+
+def _memory(state: Mapping[str, object]) -> Memory:
+    return [(kept, kept._version) for kept in state.values() if isinstance(kept, Tensor)]
+
+
+def _members(optimizer: Optimizer) -> list[list[int]]:
+    """Which parameters each group has, by their identity."""
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]

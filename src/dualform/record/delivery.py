@@ -13,7 +13,8 @@ from dualform.errors import NonFiniteError
 from dualform.ledger import Background, LedgerWriter
 from dualform.record.glance import Glance
 from dualform.record.lane import Lane
-from dualform.record.settle import Pages, Settler, Span, Step, to_host
+from dualform.record.settle import Pages, Settler, Span, to_host
+from dualform.record.steps import Step
 from dualform.record.tape import Pool
 
 PARCEL_BYTES = 32 << 20
@@ -36,6 +37,8 @@ class Parcel:
     mark: str
     now: Glance
     """The parameters, after whatever came after the last step."""
+    last: bool = False
+    """Whether recording ends with it."""
     ready: torch.cuda.Event | None = None
     """On a GPU, reached when all of it is computed."""
 
@@ -48,6 +51,8 @@ class Delivery:
     ) -> None:
         self._writer, self._settler, self._pool = writer, settler, pool
         self._lane = Lane(parameters)
+        self.unkept = 0
+        """The step whose weights were due last, where they were not the model's any more."""
         self._background = Background(self._deliver)
 
     def parcel_bytes(self, shard: int) -> int:
@@ -82,13 +87,19 @@ class Delivery:
         if error is not None:
             self._writer.flush()
             raise error
-        if weights and parcel.step and not self._settler.moved_on(parcel.now, parcel.span):
-            self._writer.weights(parcel.step, weights, parcel.mark)
+        if weights and parcel.step:
+            if self._settler.moved_on(parcel.now, parcel.span):
+                self.unkept = parcel.step
+            else:
+                self._writer.weights(parcel.step, weights, parcel.mark)
+                self.unkept = 0
 
     def _settle(self, parcel: Parcel) -> NonFiniteError | None:
         if not parcel.steps:
             return None
-        block, error = self._settler.settle(parcel.steps, parcel.pages, parcel.span)
+        block, error = self._settler.settle(
+            parcel.steps, parcel.pages, parcel.span, parcel.now, parcel.last
+        )
         give_back = partial(self._give_back, parcel.pages)
         if self._lane:
             give_back()  # what will be written is a copy

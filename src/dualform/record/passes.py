@@ -67,7 +67,7 @@ class Batches:
         first = torch.zeros_like(samples)
         first[samples.flip(0)] = torch.arange(len(samples), device="cpu").flip(0)
         self._count += 1
-        batch = Batch(self._count, None, whole.step, len(owners), overdue=whole.overdue)
+        batch = Batch(self._count, None, whole.step, len(owners))
         batch.whole, batch.places = whole, first[owners]
         return batch
 
@@ -91,7 +91,7 @@ class Batches:
     def _next(self) -> Batch:
         batch = self._current()
         if self._named:
-            return batch if batch.size < 0 else self._new(batch.ids, batch.overdue)
+            return batch if batch.size < 0 else self._new(batch.ids)
         if batch.begun:
             batch = self._new(None)
         self._pending.append(batch)
@@ -101,12 +101,12 @@ class Batches:
         """Ids are for their own step only."""
         batch = self._batch
         if batch is None or (self._named and batch.step != self._step):
-            return self._new(None, overdue=self._named)
+            return self._new(None)
         return batch
 
-    def _new(self, ids: Tensor | Sequence[SampleId] | None, overdue: bool = False) -> Batch:
+    def _new(self, ids: Tensor | Sequence[SampleId] | None) -> Batch:
         self._count += 1
-        self._batch = Batch(self._count, ids, self._step, overdue=overdue)
+        self._batch = Batch(self._count, ids, self._step)
         return self._batch
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,24 +16,26 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
+from dualform.record.advice import Advice
 from dualform.record.books import Books
 from dualform.record.delivery import Delivery, Parcel
 from dualform.record.glance import Glance
 from dualform.record.guard import Guard, starting
 from dualform.record.kept import Keeper
-from dualform.record.optimizers import Rule, StateRule, rule_for
+from dualform.record.naming import Naming
+from dualform.record.optimizers import Rule, rule_for
+from dualform.record.others import OtherOptimizers
+from dualform.record.pace import Pace
 from dualform.record.plan import Plan, is_nested, make_plan, torch_optimizer, uncompiled
-from dualform.record.probe import Evidence
+from dualform.record.reconcile import Reconciler
 from dualform.record.saving import Saving
-from dualform.record.settle import NOISY, UNEXPLAINED, Settler, Step, probes_of
+from dualform.record.settle import NOISY, Settler
 from dualform.record.start import Opened, resume_run, start_run
-from dualform.record.tally import settle_factors
+from dualform.record.steps import Step
+from dualform.record.verify import Verifier
 from dualform.record.watch import Watch
 
 BEFORE, AFTER = "before the optimizer's step", "after the optimizer's step"
-FLUSH_SECONDS = 30.0
-WITNESS = 8
-"""Weights are kept with a shard when that adds at most an eighth to what was written."""
 
 
 class Recorder:
@@ -78,6 +79,7 @@ class Recorder:
         self._handles: list[RemovableHandle] = []
         self._guard = Guard(strict)
         self._broken_off = False
+        self._naming = Naming()
 
     def __repr__(self) -> str:
         state = "recording" if self._handles and self.failure is None else "not recording"
@@ -108,30 +110,33 @@ class Recorder:
     def _begin(self, opened: Opened, plan: Plan, rule: Rule) -> None:
         model, optimizer = self._model, self._optimizer
         self._rule, self._keeper = rule, Keeper(model, optimizer, plan, rule)
+        self._naming.named = opened.named
         if self._describe is not None:
             self._describe(self.path)
+        self._naming.read(self.path)
         self._books = Books(model, plan, rule, optimizer)
+        self._advice = Advice(plan, type(optimizer).__name__, self._books.trained, harmless=NOISY)
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams, self._guard)
-        ports, refused = self._watch.ports.all, self._watch.owners.refused
-        self._settler = Settler(
-            plan, ports, opened.samples, opened.numbered, refused, self._books.glances
-        )
+        met, ports = (opened.samples, opened.numbered), self._watch.ports.all
+        refused, glances = self._watch.owners.refused, self._books.glances
+        reconciler = Reconciler(plan, rule, optimizer)
+        self._settler = Settler(plan, ports, *met, refused, glances, reconciler, self._advice)
+        self._verifier = Verifier(self._books, self._watch, self._settler, rule, self._naming)
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
-        self._parcel_bytes = self._delivery.parcel_bytes(self._buffer_bytes)
+        parcel_bytes = self._delivery.parcel_bytes(self._buffer_bytes)
+        self._pace, self._step_bytes = Pace(parcel_bytes, self._buffer_bytes), 0
         self._seen_ports = 0
         self._steps: list[Step] = []
         self._current: Step | None = None
-        self._due: tuple[bool, str] | None = None
-        """How the steps so far are to be handed over: whether as a shard, and its mark."""
-        self._step_bytes = self._shard_bytes = self._unwitnessed = 0
-        self._flushed = time.monotonic()
         self._keep_by_step(set(opened.by_step))
         self._marked: tuple[int, Glance] = (-1, ())
         """The step that was marked last, and the weights it was marked with."""
         self._eagerly = uncompiled()
         self._saving = Saving(model, optimizer, self.checkpoint)
+        self._before_first, self._notes = self.step, list[dict[str, Any]]()
+        self._others = OtherOptimizers(optimizer, plan.parameters, self._other_stepped)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -144,6 +149,7 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         self._watch.close()
+        self._others.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -159,14 +165,18 @@ class Recorder:
                 raise
         finally:
             self._writer.abandon()
+        if error is None and self.failure is None:
+            seen, unkept = self.step - self._before_first, self._delivery.unkept
+            self._advice.conclude(seen, unkept)
 
     def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
         """Names the samples of the next forward pass, one id for each (integers or strings).
 
-        Without it, samples are numbered in the order they are seen, each visit anew.
+        Without it, samples are numbered in the order they are seen, each visit anew. Name those of
+        every step, or of none: ids and numbers are never mixed.
         """
         self._require_recording()
-        self._guard.run("when samples were named", self._watch.samples, ids)
+        self._guard.run("when samples were named", self._watch.samples, ids, self._naming)
 
     def describe(
         self,
@@ -177,9 +187,12 @@ class Recorder:
     ) -> None:
         """Adds labels, small previews (images, texts or numbers) and other columns, for people.
 
+        Only samples that are named (`recorder.samples`) can be described.
+
         Args:
             columns: what else is known of each sample, such as `{"source": ["web", "book"]}`.
         """
+        self._naming.describe(ids)
         describe = (self.path, ids, labels, previews, columns)
         self._guard.run("when samples were described", describe_samples, *describe)
 
@@ -219,9 +232,9 @@ class Recorder:
             self._delivery.close()
 
     def _hand_over_rest(self) -> None:
-        self._book_late_changes()
+        self._book_late_changes(ending=True)
         broken_off = self._current is not None  # then the weights are no step's
-        self._hand_over(flush=True, mark="" if broken_off else "final")
+        self._hand_over(flush=True, mark="" if broken_off else "final", last=True)
 
     def _break_off(self, whole: bool = True) -> None:
         """After a failure: commits the whole steps so far, gives the run free, and warns once.
@@ -246,13 +259,40 @@ class Recorder:
             ended = f"recording has ended; training is not affected. {self.failure} {kept}"
             warnings.warn(ended, RecordingEndedWarning, stacklevel=3)
 
-    def _book_late_changes(self) -> None:
-        """What the loop did after the last step to books kept by step belongs to that step."""
-        if self._steps:
-            last = self._steps[-1]
-            for book, change in self._books.late_changes().items():
-                last.changes[book] = last.changes.get(book, 0) + change
-                last.states = self._books.as_observed(last.states, book)
+    def _book_late_changes(self, ending: bool = False) -> None:
+        """What the loop did after the last step to books kept by step belongs to that step.
+
+        Where that was handed over, or kept a book by row, it belongs to a step of its own.
+        """
+        if not (ending or self._steps) and self._watch.is_midway:
+            return  # then it belongs to the step under way
+        changes = self._books.late_changes()
+        if not changes:
+            return
+        if not self._steps or self._books.are_by_row(changes, self._steps[-1].states):
+            self.step += 1
+            self._steps.append(self._books.standing(self.step))
+            self._steps[-1].notes, self._notes = self._notes, []
+            self._watch.end_step()
+        last = self._steps[-1]
+        for book, change in changes.items():
+            last.changes[book] = last.changes.get(book, 0) + change
+            last.states = self._books.as_observed(last.states, book)
+
+    def _other_stepped(self, other: Optimizer, before: dict[str, Tensor]) -> None:
+        """Another optimizer has changed parameters, which were so `before` it."""
+        self._guard.run("at the step of another optimizer", self._share, other, before)
+        if self.failure is not None:
+            self._break_off()
+        else:
+            self._advice.give()
+
+    def _share(self, other: Optimizer, before: dict[str, Tensor]) -> None:
+        notes = self._books.share(before, other, self.step + 1)
+        self._notes += notes
+        self._keep_by_step(set(before), always=True)
+        self._others.known |= before.keys()
+        self._advice.lost(notes)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -268,9 +308,9 @@ class Recorder:
         if is_nested(optimizer):
             return None
         self._delivery.raise_error()
-        if self._due:  # held back until what came after its last step is known
+        if self._pace.due:  # held back until what came after its last step is known
             self._book_late_changes()
-            self._hand_over(*self._due)
+            self._hand_over(*self._pace.due)
         if self._settler.failed:
             self._keep_by_step(set(self._settler.failed))
         if self._settler.outside:
@@ -303,10 +343,11 @@ class Recorder:
             self._books.discover(port.terms)
         self._seen_ports = len(ports)
         step = self._books.observe(self.step + 1)
+        step.notes, self._notes = self._notes + step.notes, []
         self._watch.dropped |= {note["book"] for note in step.notes}
-        if self._watch.overdue:
-            self._refuse_unnamed(step)
-        if self._books.unverified and (failed := self._verify(step)):
+        if self._watch.unnamed:
+            self._verifier.hold_to_names(step)
+        if self._books.unverified and (failed := self._verifier.failing(step)):
             notes = step.notes + [
                 {"step": step.number, "book": book, "reason": reason}
                 for book, reason in sorted(failed.items())
@@ -316,39 +357,6 @@ class Recorder:
             step = self._books.observe(self.step + 1)
             step.notes = notes
         self._current = step
-
-    def _refuse_unnamed(self, step: Step) -> None:
-        """Forgotten ids are an error where the gradient has rows of them in it."""
-        evidence, _, _ = self._settled(step)
-        used = {number for account in evidence for number in account.batches(0)}
-        if not used.isdisjoint(self._watch.overdue):
-            raise RecordingError(
-                "recorder.samples(ids) named the samples of earlier steps, but not of this one; "
-                "call it before every forward pass that trains."
-            )
-
-    def _settled(self, step: Step) -> tuple[list[Evidence], Tensor, Tensor]:
-        """What the rows so far say about a step, before it is made."""
-        return settle_factors(self._settler.evidence([step], self._watch.peek(), probes_of([step])))
-
-    def _verify(self, step: Step) -> dict[str, str]:
-        """Holds books that are new against their gradients; returns those that fail, and why."""
-        if step.probe is None or not bool(step.probe[1].isfinite().all()):
-            return {}
-        evidence, factors, agreed = self._settled(step)
-        failed: dict[str, str] = {}
-        for at, account in enumerate(evidence):
-            if isinstance(self._rule, StateRule):
-                failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
-            if not agreed[0, at]:
-                failed |= {
-                    book: self._watch.owners.refused.get(book, UNEXPLAINED)
-                    for book in account.looks
-                }
-        seen = set(step.probe[0])
-        new = seen & self._books.unverified
-        self._books.unverified -= seen
-        return {book: reason for book, reason in failed.items() if book in new}
 
     def _keep_by_step(self, books: set[str], always: bool = False) -> None:
         self._books.keep_by_step(books, always)
@@ -361,12 +369,15 @@ class Recorder:
         self._guard.run(AFTER, self._book_step, optimizer)
         if self.failure is not None:
             self._break_off(whole=False)
+        else:
+            self._advice.give()
 
     def _book_step(self, optimizer: Optimizer) -> None:
         if self._current is None or is_nested(optimizer):
             return
         step, self._current = self._current, None
         step.changes = self._books.changes(step.states)
+        self._books.remember()
         step.before, step.after = self._before, self._books.glances.take()
         self.step = step.number
         self._watch.end_step()
@@ -374,27 +385,21 @@ class Recorder:
         self._steps.append(step)
         self._step_bytes += step.nbytes
         size = self._watch.bytes + self._step_bytes
-        overdue = time.monotonic() - self._flushed > FLUSH_SECONDS
-        if self._keeper.is_due(step.states):
-            self._due = (True, "state")
-        elif overdue or size >= self._parcel_bytes:
-            self._due = (overdue or self._shard_bytes + size >= self._buffer_bytes, "")
-        if self._due and not self._books.shared:
-            self._hand_over(*self._due)
+        self._pace.after_step(size, self._keeper.is_due(step.states))
+        if self._pace.due and not self._books.shared:
+            self._hand_over(*self._pace.due)
+        self._advice.lost(step.notes)
 
-    def _hand_over(self, flush: bool, mark: str = "", keep: bool = True) -> None:
+    def _hand_over(
+        self, flush: bool, mark: str = "", last: bool = False, keep: bool = True
+    ) -> None:
         """Gives the steps so far to the writer's thread, with the weights where they are due."""
         size = self._watch.bytes + self._step_bytes
-        self._shard_bytes += size
-        self._unwitnessed += size
-        weights = None
-        if keep and (mark or (flush and self._unwitnessed >= WITNESS * self._keeper.nbytes)):
-            weights, self._unwitnessed = self._keeper.weights(), 0
-        if flush:
-            self._shard_bytes, self._flushed = 0, time.monotonic()
-        steps, self._steps, self._step_bytes, self._due = self._steps, [], 0, None
+        kept = self._pace.hand_over(size, flush, bool(mark), self._keeper.nbytes) and keep
+        weights = self._keeper.weights() if kept else None
+        steps, self._steps, self._step_bytes = self._steps, [], 0
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
         now, mark = self._books.span_glance, mark or "flush"
-        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark, now)
+        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark, now, last)
         self._delivery.take(parcel)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 from dualform.errors import NonFiniteError
 from dualform.ledger import Block, Declaration, SampleTable
 from dualform.ledger.samples import encode_ids
+from dualform.record.advice import Advice
+from dualform.record.batch_sizes import BatchSizes
 from dualform.record.glance import Glance, Glances
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.record.plan import Plan
@@ -23,7 +25,9 @@ from dualform.record.probe import (
     StreamRows,
     lay_out,
 )
-from dualform.record.tally import in_double, settle_factors
+from dualform.record.reconcile import Reconciler, unlike
+from dualform.record.steps import Step, finite_steps, looks_of, probes_of
+from dualform.record.tally import settle_factors
 from dualform.record.tape import Batch, Page
 from dualform.record.watch import Port
 
@@ -34,30 +38,10 @@ Span: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 NOISY = "some of its gradients are zero but for rounding, which the optimizer magnifies"
 UNEXPLAINED = "its gradient is not the sum of the rows that were seen"
 OUTSIDE = "something other than the optimizer changed it between steps, or what shares its rows"
-
-
-@dataclass(slots=True)
-class Step:
-    """Everything one optimizer step left behind."""
-
-    number: int
-    hyper: list[tuple[float, ...]]
-    groups: list[int]
-    states: list[int]
-    looks: dict[str, Look]
-    """How each book kept by row was probed; a book's stays the same throughout a parcel."""
-    notes: list[dict[str, Any]] = field(default_factory=list)
-    probe: tuple[tuple[str, ...], Tensor] | None = None
-    """The books that the step touches by row, and what was kept of their gradients, end to end."""
-    changes: dict[str, Tensor] = field(default_factory=dict)
-    before: Glance = ()
-    after: Glance = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the observed changes, and of what was kept of gradients."""
-        kept = 0 if self.probe is None else self.probe[1].nbytes
-        return kept + sum([change.nbytes for change in self.changes.values()])
+UNACCOUNTED = (
+    "its rows lead to another weight: something else changed it, its gradient or what the "
+    "optimizer remembers of it, or the same of what shares its rows"
+)
 
 
 class Settler:
@@ -71,7 +55,11 @@ class Settler:
         numbered: int,
         refused: Mapping[str, str],
         glances: Glances,
+        reconciler: Reconciler,
+        advice: Advice,
     ) -> None:
+        self._reconciler, self._advice = reconciler, advice
+        self._batch_sizes = BatchSizes()
         self._plan, self._ports, self._refused = plan, ports, refused
         self._glances, self._last = glances, glances.take()
         self._samples = samples
@@ -86,23 +74,34 @@ class Settler:
         """Books newly found to be changed by something other than the optimizer."""
         self._broken: set[str] = set()
         """All that ever were: what they still book by row is booked as a whole."""
+        self._observed: set[str] = set()
+        """Books that the last step kept by step, and with it all that came after."""
 
     def settle(
-        self, steps: Sequence[Step], pages: Pages, span: Span
+        self, steps: Sequence[Step], pages: Pages, span: Span, now: Glance, last: bool
     ) -> tuple[Block | None, NonFiniteError | None]:
-        """The block of these steps, up to the first whose gradient is not finite."""
+        """The block of these steps, up to the first whose gradient is not finite.
+
+        `now` is a glance as the span ends. What came after the very `last` step is no step's.
+        """
         probes = probes_of(steps)
-        steps, error = _finite(steps, probes)
+        steps, error = finite_steps(steps, probes)
         if not steps:
             return None, error
         arrays: dict[str, list[Tensor]] = {}
         notes = [note for step in steps for note in step.notes]
         factors = torch.zeros(len(steps), len(self._plan.books), dtype=torch.float64)
-        notes += self._note_outside(steps, span)
+        notes += self._note_outside(steps, span, None if last else now)
         accounts = self.evidence(steps, pages, probes)
+        if error is None:
+            notes += self._note_untouched(steps, span)
         if accounts:
             evidence, found, agreed = settle_factors(accounts)
             notes += self._note_failures(steps, evidence, agreed)
+            if error is None:
+                notes += self._note_unaccounted(steps, evidence, found, span, now)
+            if remark := self._batch_sizes.remark(steps, evidence, found):
+                self._advice.remark(remark)
             for at, account in enumerate(evidence):
                 books = list(account.looks)
                 if self._broken.isdisjoint(books) or error is not None:
@@ -111,6 +110,8 @@ class Settler:
                     self._broken |= set(books)
                     evidence[at] = replace(account, feeds=[])
             arrays.update(self._row_arrays(steps, evidence))
+        self._advice.lost(notes)
+        self._observed = {n for n, at in self._column.items() if steps[-1].states[at] == OBSERVED}
         if error is None:
             self._book_span(self._broken & span[0].keys(), steps, span)
         arrays.update(self._sample_arrays(pages, arrays))
@@ -200,24 +201,61 @@ class Settler:
             ]
         return notes
 
-    def _note_outside(self, steps: Sequence[Step], span: Span) -> list[dict[str, Any]]:
-        """Notes books that changed between steps, and those that share rows with them."""
+    def _note_outside(
+        self, steps: Sequence[Step], span: Span, now: Glance | None
+    ) -> list[dict[str, Any]]:
+        """Notes books that changed between steps, or since the last."""
         ends = [self._last, *(step.after for step in steps)]
         by_row = {book for step in steps for book in step.looks}
         found = self._glances.differing(ends[:-1], [step.before for step in steps], by_row)
         self._last = ends[-1]
+        if now is not None:
+            since = self._glances.differing(ends[-1:], [now], by_row)
+            found = dict.fromkeys(since, len(steps) - 1) | found
+            self._last = now
         changed = {
             name: steps[at].number
             for name, at in found.items()
             if name in span[0] and steps[at].states[self._column[name]] != OBSERVED
         }
+        return self._note_changed(changed, span, OUTSIDE)
+
+    def _note_untouched(self, steps: Sequence[Step], span: Span) -> list[dict[str, Any]]:
+        """Notes books without rows that changed by more than the changes that were observed."""
+        by_row = (torch.tensor([step.states for step in steps]) == BY_ROW).any(0)
+        names = [name for name in span[0] if not by_row[self._column[name]]]
+        names = [name for name in names if name not in self._broken]
+        observed = {name: _observed(steps, name, span[0][name]) for name in names}
+        found = dict.fromkeys(unlike(observed, span[1]), steps[0].number)
+        return self._note_changed(found, span, OUTSIDE)
+
+    def _note_unaccounted(
+        self,
+        steps: Sequence[Step],
+        evidence: Sequence[Evidence],
+        factors: Tensor,
+        span: Span,
+        now: Glance,
+    ) -> list[dict[str, Any]]:
+        """Notes books that their rows and the optimizer's rule do not lead to where they are."""
+        put_in = self._glances.differing([self._last], [now], span[0])  # after the very last step
+        sound = [at for at, account in enumerate(evidence) if not self._broken & set(account.looks)]
+        before = {name: start for name, start in span[0].items() if name not in put_in}
+        chosen = [evidence[at] for at in sound]
+        found = self._reconciler.unexplained(steps, chosen, factors[:, sound], before, span[1])
+        return self._note_changed(dict.fromkeys(found, steps[0].number), span, UNACCOUNTED)
+
+    def _note_changed(
+        self, changed: dict[str, int], span: Span, reason: str
+    ) -> list[dict[str, Any]]:
+        """Notes these books, each with its step, and those that share rows with them."""
         for books, _ in self._accounts():
             if numbers := [changed[name] for name in books if name in changed]:
-                changed |= dict.fromkeys(books & span[0].keys(), min(numbers))
+                changed = changed | dict.fromkeys(books & span[0].keys(), min(numbers))
         new = changed.keys() - self._broken
         self.outside |= new
         self._broken |= new
-        return [{"step": changed[book], "book": book, "reason": OUTSIDE} for book in sorted(new)]
+        return [{"step": changed[book], "book": book, "reason": reason} for book in sorted(new)]
 
     def _book_span(self, books: Iterable[str], steps: Sequence[Step], span: Span) -> None:
         """Books what these steps did to failed books as one observed change, at the last."""
@@ -225,19 +263,17 @@ class Settler:
         for name in books:
             column = self._column[name]
             unseen = [step for step in steps if step.states[column] != OBSERVED]
-            if not unseen:
-                continue
+            rest = (after[name] - _observed(steps, name, before[name])).to(after[name].dtype)
             for step in unseen:
                 step.states = [*step.states[:column], UNTOUCHED, *step.states[column + 1 :]]
-            last = unseen[-1]
-            later = [step.changes[name] for step in steps if name in step.changes]
-            last.changes[name] = functools.reduce(torch.sub, later, after[name] - before[name])
+            last = unseen[-1] if unseen else steps[-1]
+            last.changes[name] = last.changes.get(name, 0) + rest
             last.states = [*last.states[:column], OBSERVED, *last.states[column + 1 :]]
 
     def moved_on(self, now: Glance, span: Span) -> bool:
         """Whether books that no observed change accounts for are not as the last step left them."""
         found = self._glances.differing([self._last], [now], span[0])
-        return not (found.keys() & span[0].keys() <= self._broken)
+        return not (found.keys() & span[0].keys() <= self._broken | self._observed)
 
     def _row_arrays(
         self, steps: Sequence[Step], evidence: Sequence[Evidence]
@@ -282,53 +318,10 @@ class Settler:
         return self._samples.numbers(self._numbers[batch.number])
 
 
-def looks_of(steps: Sequence[Step]) -> dict[str, Look]:
-    """How each book was probed."""
-    return {name: look for step in steps for name, look in step.looks.items()}
-
-
-def probes_of(steps: Sequence[Step]) -> dict[str, Tensor]:
-    """(steps, numbers) for each book, in main memory; zero where a step did not touch it."""
-    looks = looks_of(steps)
-    probes = {
-        name: torch.zeros(len(steps), look.numbers, dtype=torch.float64)
-        for name, look in looks.items()
-    }
-    for names in dict.fromkeys(step.probe[0] for step in steps if step.probe is not None):
-        taken = [p[1] if (p := step.probe) and p[0] == names else None for step in steps]
-        where = torch.tensor([kept is not None for kept in taken])
-        kept = torch.stack([kept for kept in taken if kept is not None])
-        parts = torch.split(kept, [looks[name].kept for name in names], 1)
-        found = [looks[name].probes(part) for name, part in zip(names, parts, strict=True)]
-        for name, probe in zip(names, in_double(found), strict=True):
-            probes[name][where] = probe
-    return probes
-
-
-def _finite(
-    steps: Sequence[Step], probes: Mapping[str, Tensor]
-) -> tuple[Sequence[Step], NonFiniteError | None]:
-    """The steps up to the first whose gradient, or observed change, is not finite."""
-    error = None
-    for book, numbers, finite in _signals(steps, probes):
-        if not finite.all():
-            bad = numbers[int(torch.nonzero(~finite)[0])]
-            if error is None or bad < error.step:
-                error = NonFiniteError.at(book, bad)
-    return [step for step in steps if error is None or step.number < error.step], error
-
-
-def _signals(
-    steps: Sequence[Step], probes: Mapping[str, Tensor]
-) -> Iterator[tuple[str, list[int], Tensor]]:
-    """Whether each book is finite at some steps: its probes, and its observed changes."""
-    numbers = [step.number for step in steps]
-    for book, probe in probes.items():
-        yield book, numbers, probe.isfinite().all(1)
-    for book in dict.fromkeys(name for step in steps for name in step.changes):
-        changed = [step for step in steps if book in step.changes]
-        sums = torch.stack([step.changes[book].sum() for step in changed])
-        yield book, [step.number for step in changed], sums.isfinite()
+def _observed(steps: Sequence[Step], name: str, before: Tensor) -> Tensor:
+    """What a book was before these steps, with the changes that were observed; itself if none."""
+    changes = [step.changes[name] for step in steps if name in step.changes]
+    return functools.reduce(torch.add, changes, before.double()) if changes else before
 
 
 def _one_dtype(parts: list[Tensor]) -> list[Tensor]:

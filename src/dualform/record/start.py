@@ -33,6 +33,8 @@ class Opened:
     """Books that were already kept by step."""
     streams: tuple[Declaration, ...] = ()
     """What is already declared."""
+    named: bool = False
+    """Whether its samples certainly have ids: numbers that are counted are 0, 1, 2 …"""
 
 
 def start_run(
@@ -71,7 +73,9 @@ def resume_run(
     kind = (int if strings is None else str) if len(batches) else None
     by_step = frozenset(note["book"] for note in ledger.notes)
     table = SampleTable(strings or (), kind)
-    return Opened(writer, table, numbered, by_step, ledger.info.declarations)
+    samples = ledger.column("samples")
+    named = strings is not None or not torch.equal(samples, torch.arange(len(samples)))
+    return Opened(writer, table, numbered, by_step, ledger.info.declarations, named)
 
 
 def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:

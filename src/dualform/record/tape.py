@@ -48,8 +48,6 @@ class Batch:
     """Whether a forward pass of the model has begun it."""
     calls: int = 0
     """How many uses of parameters have been seen in it."""
-    overdue: bool = False
-    """Whether it has no ids though it should have."""
     whole: Batch | None = None
     """The batch it is made of, where its samples are those of single rows."""
     places: Tensor | None = None

@@ -36,6 +36,7 @@ from dualform.record.layers import (
     usual_axis,
     when_errors_come,
 )
+from dualform.record.naming import Naming
 from dualform.record.owners import UNCLEAR, Owners, Sighting
 from dualform.record.passes import Batches, Here, Reached
 from dualform.record.tape import Batch, Page, Pool, Tape
@@ -157,8 +158,8 @@ class Watch:
         """Books that need no rows any more."""
         self.owners = Owners(parameters, usual_axis(model))
         """To which samples the rows of each layer belong."""
-        self.overdue: set[int] = set()
-        """The batches without ids, though others have some, that left rows in this step."""
+        self.unnamed: set[int] = set()
+        """The batches without ids that left rows in this step."""
         self._batches, self._reached = Batches(step), Reached(parameters)
         self._calls = 0
         self._find = Finder(parameters)
@@ -173,19 +174,26 @@ class Watch:
 
     # Step by step
 
-    def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
+    def samples(self, ids: Tensor | Sequence[SampleId], naming: Naming) -> None:
         """Names the samples of the next forward pass."""
         ids = ids.clone() if isinstance(ids, Tensor) else listed(ids)
         check_ids(ids)
+        naming.name(ids)
         self._batches.name(ids)
 
     def end_step(self) -> None:
         """The optimizer has stepped; what comes belongs to the next step."""
         self.step += 1
-        self.overdue.clear()
+        self.unnamed.clear()
         self._batches.end_step()
         if self._parts:
             self._settle_parts()
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether the step under way has rows already."""
+        pages = [page for port in self.ports.all for page in port.tape.pages[-1:]]
+        return any(page.marks[-1][0] == self.step for page in pages if page.marks)
 
     # Pages
 
@@ -392,8 +400,8 @@ class Watch:
             self._put(port, keys, values, self._batches.part(batch, owners), 1)
 
     def _put(self, port: Port, keys: Tensor, values: Tensor, batch: Batch, stretch: int) -> None:
-        if batch.overdue:
-            self.overdue.add(batch.number)
+        if (batch.whole or batch).ids is None:
+            self.unnamed.add(batch.number)
         if keys.dtype != values.dtype and keys.is_floating_point():
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
         order = (batch.size, stretch)

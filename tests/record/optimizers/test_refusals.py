@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.told import told
 from torch import Tensor, nn
 from torch.optim import LBFGS, Adam, AdamW, Optimizer, RMSprop
 
@@ -78,7 +79,7 @@ def train(
 ) -> dualform.Audit:
     """Six recorded steps; what happens before each may change the optimizer."""
     x, y = data
-    with dualform.record(model, optimizer, path) as recorder:
+    with told(path), dualform.record(model, optimizer, path) as recorder:
         for step in range(6):
             before(step)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from dualform.ledger import Stream
 from dualform.memory.blocks import by_group, from_matrix
@@ -222,6 +223,32 @@ def at_positions(stream: Stream, records: Tensor) -> Tensor:
     torch.Size([1, 3, 2])
     """
     return records.reshape(len(records), stream.values[0], -1).movedim(1, 2)
+
+
+def gradient_row(stream: Stream, records: Tensor, values: Tensor, channel: int) -> Tensor:
+    """(channels × kernel,): the rows' sum for one output channel, found without unfolding.
+
+    >>> import torch
+    >>> layout = dict(kernel=[2], stride=[1], dilation=[1], groups=1, padding=[[0, 0]])
+    >>> line = Stream("conv", (1, 4), (1, 3), dict(kind="patches", **layout))
+    >>> gradient_row(line, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.ones(1, 3), 0)
+    tensor([6., 9.])
+    """
+    layout, dims = stream.layout, len(stream.keys) - 1
+    width = stream.keys[0] // layout["groups"]
+    first = channel * layout["groups"] // stream.values[0] * width
+    errors = values.reshape(-1, *stream.values)[:, channel : channel + 1]
+    weight = (conv1d_weight, conv2d_weight, conv3d_weight)[dims - 1]
+    found: Tensor = weight(  # type: ignore[no-untyped-call]
+        _prepared(stream, records)[:, first : first + width],
+        (1, width, *layout["kernel"]),
+        errors,
+        stride=layout["stride"],
+        dilation=layout["dilation"],
+    )
+    if "stuffing" in layout:
+        found = found.flip(list(range(2, 2 + dims)))
+    return found.flatten()
 
 
 def responses(stream: Stream, records: Tensor, vectors: Tensor) -> Tensor:

@@ -221,10 +221,11 @@ class ScalarRule(Rule):
         counts = [*shares] or [*[0.0] * len(history.states), 1.0]
         found: Any  # numbers here, one and all
         r: Any
-        found, r = walk_back(self._transitions(history), (0.0, 0.0), counts[1:])
+        found, r = walk_back(self.transitions(history), (0.0, 0.0), counts[1:])
         return Coefficients(r[0] + counts[0], r[1], np.array(found, dtype=np.float64))
 
-    def _transitions(self, history: History) -> list[Transition]:
+    def transitions(self, history: History) -> list[Transition]:
+        """What each step was to the parameter and its buffer."""
         transitions: list[Transition] = []
         known: dict[tuple[Any, ...], tuple[Transition, bool]] = {}
         buffered = False
