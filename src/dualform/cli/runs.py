@@ -20,6 +20,7 @@ from dualform.cli.given import (
     run_argument,
 )
 from dualform.errors import DualformError, ReadingError
+from dualform.ledger import Ledger
 from dualform.read import Reading, Run, Spotlight, open_run
 
 
@@ -29,23 +30,29 @@ from dualform.read import Reading, Run, Spotlight, open_run
 @as_json
 def info(run: Path, check: bool, as_json: bool) -> None:
     """Say what a run is: steps, samples, layers, size."""
-    opened = open_run(run)
-    problems = opened.check() if check else []
+    ledger = Ledger(run, damaged=True)
+    opened = Run(ledger)
+    problems = opened.check() if check else [problem for _, problem in ledger.damage]
     facts = {
         "steps": opened.steps,
+        "unfinished": ledger.unfinished,
         "kept_steps": opened.kept_steps,
         "samples": len(opened.ids),
         "layers": opened.layers,
         "bytes": opened.nbytes,
         **opened.info.metadata,
-        **({"problems": problems} if check else {}),
+        **({"problems": problems} if check or problems else {}),
     }
     if as_json:
         print_json(facts)
     else:
         print_results(opened)
+        if ledger.unfinished:
+            click.echo("Recording did not note its end: it was killed, or is under way.")
         if check and not problems:
             click.echo("Every committed byte is as it was written.")
+        for problem in problems[1:]:
+            click.echo(f"Also damaged: {problem}")
     if problems:
         raise DualformError(f"{len(problems)} damaged: {problems[0]}")
 

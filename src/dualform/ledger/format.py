@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from dualform.errors import CorruptError, FormatVersionError, NotARunError
+from dualform.ledger.files import open_plain, parse_json
 
-FORMAT = 2
+FORMAT = 3
 RUN_FILE = "run.json"
 INITIAL_FILE = "initial.safetensors"
 LOCK_FILE = "writer.lock"
-LOG_FILE = "commits.jsonl"
 SAMPLES_FOLDER = "samples"
 BUFFER = "buffer:"
 """The momentum training started with is filed under this and the parameter's name."""
@@ -133,8 +133,10 @@ class RunInfo:
     @classmethod
     def from_json(cls, text: str) -> RunInfo:
         """What such a text says; a newer format is refused."""
-        data = json.loads(text)
+        data = parse_json(text)
         version = data.pop("format")
+        if type(version) is not int or version < 1:
+            raise ValueError(f"its format is {version!r}, not a number from 1 to {FORMAT}")
         if version > FORMAT:
             raise FormatVersionError(
                 f"the run has format {version}, and this dualform reads formats up to {FORMAT}; "
@@ -146,7 +148,31 @@ class RunInfo:
             Book(**{**book, "shape": tuple(book["shape"])}) for book in data["books"]
         )
         data["fields"] = tuple(data["fields"])
-        return cls(**data)
+        return cls(**data).of_right_types()
+
+    def of_right_types(self) -> RunInfo:
+        """The same, or a ValueError: everything else relies on names and shapes being some."""
+        names = [self.rule, *self.fields]
+        names += [name for book in self.books for name in (book.name, book.dtype, book.reason)]
+        sizes = [size for book in self.books for size in book.shape]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("a name in it is not a text")
+        if not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError("a shape in it is not made of whole numbers")
+        if not isinstance(self.metadata, dict):
+            raise ValueError("its metadata is not an object")
+        return self
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of what sums depend on: everything but the metadata for people.
+
+        The first start of a run vouches for it.
+        """
+        facts = json.loads(self.to_json())
+        told = {"aliases": facts.pop("metadata").get("aliases", {}), **facts}
+        del told["format"]
+        return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
 
     @property
     def declarations(self) -> tuple[Declaration, ...]:
@@ -192,73 +218,34 @@ def _first_format(data: dict[str, Any]) -> RunInfo:
     )
     streams = tuple(Stream(s["name"], (s["keys"],), (s["values"],)) for s in data["streams"])
     accounts = tuple(map(tuple, data["accounts"]))
-    return RunInfo(books, data["rule"], tuple(data["fields"]), data["metadata"], streams, accounts)
+    info = RunInfo(books, data["rule"], tuple(data["fields"]), data["metadata"], streams, accounts)
+    return info.of_right_types()
 
 
 def read_info(path: Path) -> RunInfo:
     """Reads `run.json`, or says what the path holds instead."""
-    if not (path / RUN_FILE).is_file():
+    file = path / RUN_FILE
+    if not os.path.lexists(file):
         raise NotARunError(f"'{path}' is not a dualform run: {describe(path)}.")
+    with open_plain(file) as opened:
+        text = opened.readall()
     try:
-        return RunInfo.from_json((path / RUN_FILE).read_text(encoding="utf-8"))
+        return RunInfo.from_json(text.decode())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, FormatVersionError):
-            raise
-        raise CorruptError(f"'{path / RUN_FILE}' is not a run description: {error}.") from error
+        raise CorruptError(f"'{file}' is not a run description: {error}.") from error
 
 
 def describe(path: Path) -> str:
     """Says in words what is at `path`: nothing, a file, or a folder of other things."""
-    if not path.exists():
+    if not os.path.exists(path):
         return "there is nothing at that path"
-    if path.is_file():
+    if not os.path.isdir(path):
         return "it is a file, and a run is a folder"
-    names = sorted(entry.name for entry in path.iterdir())
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        return f"its folder cannot be read ({error.strerror})"
     if not names:
         return "the folder is empty"
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return f"the folder has no {RUN_FILE} but holds {shown}"
-
-
-def seal_line(record: dict[str, Any]) -> str:
-    """One line of the commit log: the record as JSON, ending in the CRC-32 of what precedes.
-
-    >>> open_line(seal_line({"kind": "rows"}))
-    {'kind': 'rows'}
-    """
-    body = json.dumps(record, separators=(",", ":"))[:-1]
-    return f'{body},"line_crc32":{zlib.crc32(body.encode())}}}\n'
-
-
-def open_line(line: str) -> dict[str, Any] | None:
-    """The record of a log line, or None where the line is torn or altered."""
-    body, mark, checksum = line.rpartition(',"line_crc32":')
-    if not mark or checksum != f"{zlib.crc32(body.encode())}}}\n":
-        return None
-    try:
-        record = json.loads(body + "}")
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Writes a small file so that it is either wholly there after a crash, or not at all."""
-    draft = path.with_name(path.name + ".draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable (POSIX; elsewhere the file system sees to it)."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import CorruptError, SampleIdsError
-from dualform.ledger.format import SAMPLES_FOLDER, write_durably
+from dualform.ledger.files import open_plain, parse_json, require, write_durably
+from dualform.ledger.format import SAMPLES_FOLDER
 from dualform.ledger.reader import Ledger
 from dualform.ledger.tensors import TensorFile, write_tensors
 
@@ -79,7 +81,13 @@ def decode_ids(ledger: Ledger) -> list[str] | None:
     data = ledger.column("ids")
     if not len(data):
         return None
-    return [json.loads(line) for line in bytes(data.tolist()).decode().splitlines()]
+    try:
+        names = [parse_json(line) for line in bytes(data.tolist()).splitlines()]
+    except ValueError as error:
+        raise CorruptError(f"the ids of '{ledger.path}' are altered: {error}.") from error
+    if not all(isinstance(name, str) for name in names):
+        raise CorruptError(f"the ids of '{ledger.path}' are altered: not all are texts.")
+    return names
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,8 @@ class Samples:
         self.columns: dict[str, dict[SampleId, Label]] = {LABEL: {}}
         """What is known of each sample, by the column's name; labels are one of them."""
         self._previews: dict[SampleId, tuple[str, Any]] = {}
+        if os.path.lexists(self._folder):
+            require(self._folder, "a folder")
         for page in sorted(self._folder.glob("*.json")):
             self._read(page)
 
@@ -131,15 +141,17 @@ class Samples:
         return Preview(kind, data) if kind else None
 
     def _read(self, page: Path) -> None:
+        with open_plain(page) as file:
+            text = file.readall()
         try:
-            description = json.loads(page.read_text(encoding="utf-8"))
+            description = parse_json(text)
             ids, kind = description["ids"], description["kind"]
             columns = {LABEL: description["labels"], **description.get("columns", {})}
             for name, values in columns.items():
                 self.columns.setdefault(name, {}).update(zip(ids, values, strict=False))
             for name, data in zip(ids, _previews(page, description), strict=False):
                 self._previews[name] = (kind, data)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptError(f"'{page}' does not describe samples: {error!r}.") from error
 
 
@@ -168,6 +180,8 @@ def describe_samples(
                 f"recorder.describe got {len(ids)} ids but {len(given)} {what}; give one each."
             )
     folder = path / SAMPLES_FOLDER
+    folder.mkdir(exist_ok=True)
+    require(folder, "a folder")
     taken = [int(entry.stem) for entry in folder.iterdir() if entry.stem.isdecimal()]
     page = folder / f"{max(taken, default=0) + 1:04d}.json"
     description: dict[str, Any] = {"ids": plain_list(ids), "labels": plain_list(labels), "kind": ""}
