@@ -23,6 +23,8 @@ BUFFER = "buffer:"
 """The momentum training started with is filed under this and the parameter's name."""
 STATE = "state:"
 """What else an optimizer remembers: under this, the state's name, a colon and the parameter's."""
+MARKS = ("checkpoint", "final", "flush", "state", "resume")
+"""Why the weights of a step may have been kept; FORMAT.md says what each means."""
 ROOT = "model"
 """The stream of a model that is itself a single layer."""
 

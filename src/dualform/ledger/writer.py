@@ -21,6 +21,7 @@ from dualform.ledger.files import require, sync_folder, write_durably
 from dualform.ledger.format import (
     INITIAL_FILE,
     LOCK_FILE,
+    MARKS,
     RUN_FILE,
     SAMPLES_FOLDER,
     Declaration,
@@ -146,6 +147,8 @@ class LedgerWriter:
 
         `mark` says why (see FORMAT.md).
         """
+        if mark not in MARKS:
+            raise LedgerError(f"the mark '{mark}' is not one of {', '.join(MARKS)}.")
         self.pass_on()
         write = partial(self._write, self._next_file(), {name: [w] for name, w in weights.items()})
         kept = {"kind": "weights", "step": step, "mark": mark}
