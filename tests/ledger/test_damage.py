@@ -272,6 +272,27 @@ def test_one_flipped_bit_of_a_header_is_named(finished: Path, at: int, bit: int)
                 read()
 
 
+@given(at=anywhere, bit=st.integers(0, 7))
+@settings(max_examples=30, deadline=None)
+def test_one_flipped_bit_of_an_index_is_named(finished: Path, at: int, bit: int) -> None:
+    """What says where rows lie and how they count is checked before it is relied on."""
+    with TemporaryDirectory() as folder:
+        path = shutil.copytree(finished, Path(folder) / "run")
+        shard = Ledger(path).shards[0]
+        entry, data = shard.file.entries["states"], shard.path.read_bytes()
+        shard.path.write_bytes(flip(data, entry.offset + at % entry.nbytes, bit))
+        with pytest.raises(CorruptError, match="is altered: its index's checksum does not match"):
+            Ledger(path).column("states")
+
+
+def test_a_copied_writer_s_folder_is_not_another_writer(copy: Path) -> None:
+    log = logs(copy)[1]
+    shutil.copytree(log.parent, copy / f"{log.parent.name} (copy)")
+    assert (Ledger(copy).last_step, list(Ledger(copy).check())) == (12, [])
+    record(copy, 13, 14)
+    assert Ledger(copy).last_step == 14
+
+
 def test_an_array_that_is_missing_is_named(tmp_path: Path) -> None:
     record(tmp_path / "run", 1, 2)
     with pytest.raises(CorruptError, match="has no array 'hyper'; restore the file from a copy"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -22,12 +23,31 @@ from dualform.ledger.files import open_plain, parse_json, require, sync_folder, 
 
 LOG_FILE = "commits.jsonl"
 END_FILE = "end.json"
-WRITERS = "writer-[0-9]*-*"
-"""The folders of a run's writers; their names are in the order of time."""
 
 Record: TypeAlias = dict[str, Any]
 Damage: TypeAlias = tuple[Path, str]
 """A file that is not as it was written, and what is wrong with it, in words."""
+
+
+def writer_folders(path: Path) -> list[Path]:
+    """The folders of a run's writers, in the order of time; a copy by another name is none.
+
+    >>> from dualform.testing import tiny_run
+    >>> [folder.name[:12] for folder in writer_folders(tiny_run()[0].path)]
+    ['writer-0001-']
+    """
+    found = [entry for entry in path.glob("writer-*") if is_writer(entry.name)]
+    return sorted(found, key=lambda folder: (writer_number(folder), folder.name))
+
+
+def is_writer(name: str) -> bool:
+    """Whether this is what a writer calls its folder: a number, and eight random digits."""
+    return re.fullmatch(r"writer-[0-9]{4,}-[0-9a-f]{8}", name) is not None
+
+
+def writer_number(folder: Path) -> int:
+    """Which of a run's writers a folder belongs to, counted from 1."""
+    return int(folder.name.split("-")[1])
 
 
 def seal_line(record: Record) -> str:
@@ -219,7 +239,7 @@ class Logs:
         """Reads every log, and compares it with what its end and later starts say of it."""
         damage: list[Damage] = []
         end = _read_end(path, damage)  # first: a writer may end while its log is read
-        logs = [read_log(folder) for folder in sorted(path.glob(WRITERS))]
+        logs = [read_log(folder) for folder in writer_folders(path)]
         witnesses = [(path / END_FILE, end), *((log.path, _earlier(log)) for log in logs)]
         for log in logs:
             damage += log.damage

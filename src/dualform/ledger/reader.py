@@ -41,7 +41,7 @@ class Commit:
                 f"'{self.path}' has {size:,} bytes, its log says {self.record['bytes']:,}; "
                 "restore the file from a copy of the run."
             )
-        return TensorFile(self.path, self.record.get("header_crc32"))
+        return TensorFile(self.path, self.record.get("index_crc32"))
 
 
 @dataclass
@@ -247,6 +247,8 @@ def _writer(log: Log, start: Record) -> _Writer:
         _check_numbers(start, ("step",))
         if "initial" in start:
             _check_numbers(start["initial"], ("bytes", "crc32"))
+        if not isinstance(start.get("buffers", []), list):
+            raise ValueError("'buffers' is not a list")
         return _Writer(start, [_commit(log.folder, record) for record in log.commits])
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"'{log.path}' has a senseless record: {error!r}.") from error

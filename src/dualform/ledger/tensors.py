@@ -92,9 +92,23 @@ def write_tensors(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> tuple[i
     return sum(map(len, chunks)), checksum
 
 
-def header_checksum(arrays: Mapping[str, Sequence[Tensor]]) -> int:
-    """CRC-32 of the first bytes of the file these arrays make: all but the arrays themselves."""
-    return int(zlib_ng.crc32(_header(arrays)))
+def index_checksum(arrays: Mapping[str, Sequence[Tensor]]) -> int:
+    """CRC-32 of what a reader finds its way by: the header, then all arrays of the index."""
+    checksum = zlib_ng.crc32(_header(arrays))
+    for name, parts in arrays.items():
+        if in_index(name, parts[0].dtype):
+            for part in parts:
+                checksum = zlib_ng.crc32(raw(part), checksum)
+    return int(checksum)
+
+
+def in_index(name: str, dtype: torch.dtype) -> bool:
+    """Whether an array says where others lie and how they count, so that it must not be wrong.
+
+    >>> in_index("fc/segments", torch.int64), in_index("fc/keys", torch.float32)
+    (True, False)
+    """
+    return not dtype.is_floating_point or name in ("hyper", "factors")
 
 
 def _header(arrays: Mapping[str, Sequence[Tensor]]) -> memoryview:
@@ -138,13 +152,18 @@ class TensorFile:
             [1., 1.]])
     """
 
-    def __init__(self, path: Path, header_crc32: int | None = None) -> None:
+    def __init__(self, path: Path, index_crc32: int | None = None) -> None:
         self.path = path
         with open_plain(path) as file:
             try:
-                self.entries = _parse(file, header_crc32)
+                header, self.entries = _parse(file)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CorruptError(f"'{path}' is not a safetensors file: {error}.") from error
+            if index_crc32 not in (None, self._index_checksum(file, header)):
+                raise CorruptError(
+                    f"'{path}' is altered: its index's checksum does not match; "
+                    "restore the file from a copy of the run."
+                )
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
@@ -156,6 +175,13 @@ class TensorFile:
                 f"'{self.path}' has no array '{name}'; restore the file from a copy of the run."
             )
         return self.entries[name]
+
+    def _index_checksum(self, file: FileIO, header: bytes) -> int:
+        checksum = int(zlib_ng.crc32(header))
+        for name, entry in self.entries.items():
+            if in_index(name, entry.dtype):
+                checksum = _continued(checksum, file, entry.offset, entry.nbytes)
+        return checksum
 
     def rows(self, name: str) -> int:
         """How long an array is along its first axis; 0 where the file does not have it."""
@@ -203,11 +229,8 @@ class TensorFile:
 
     def checksum(self) -> int:
         """CRC-32 of the whole file."""
-        checksum = 0
         with open_plain(self.path) as file:
-            while piece := file.read(4 << 20):
-                checksum = zlib_ng.crc32(piece, checksum)
-        return checksum
+            return _continued(0, file, 0, os.fstat(file.fileno()).st_size)
 
 
 class MappedFile:
@@ -241,8 +264,20 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
-def _parse(file: FileIO, header_crc32: int | None) -> dict[str, Entry]:
-    """Reads and validates a header: a run folder may come from a stranger, or have suffered."""
+def _continued(checksum: int, file: FileIO, offset: int, count: int) -> int:
+    """CRC-32 of so many bytes of a file, behind what it already is of."""
+    file.seek(offset)
+    while count and (piece := file.read(min(count, 4 << 20))):
+        checksum = int(zlib_ng.crc32(piece, checksum))
+        count -= len(piece)
+    return checksum
+
+
+def _parse(file: FileIO) -> tuple[bytes, dict[str, Entry]]:
+    """Reads and validates a header: a run folder may come from a stranger, or have suffered.
+
+    Returns the bytes before the arrays, and where each array lies.
+    """
     size = os.fstat(file.fileno()).st_size
     if size < 8:
         raise ValueError(f"it has {size} bytes")
@@ -251,8 +286,6 @@ def _parse(file: FileIO, header_crc32: int | None) -> dict[str, Entry]:
     if length > min(size - 8, MAX_HEADER):
         raise ValueError(f"its header claims {length:,} bytes")
     text = file.read(length)
-    if header_crc32 is not None and zlib_ng.crc32(first + text) != header_crc32:
-        raise ValueError("its header is altered, for its checksum does not match")
     header = parse_json(text)
     header.pop("__metadata__", None)
     entries = {name: _entry(name, item, 8 + length, size) for name, item in header.items()}
@@ -261,7 +294,7 @@ def _parse(file: FileIO, header_crc32: int | None) -> dict[str, Entry]:
         if entry.offset != ends:
             raise ValueError(f"array '{name}' does not begin where the one before it ends")
         ends += entry.nbytes
-    return entries
+    return first + text, entries
 
 
 def _entry(name: str, item: dict[str, Any], base: int, size: int) -> Entry:

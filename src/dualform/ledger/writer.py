@@ -28,10 +28,17 @@ from dualform.ledger.format import (
     RunInfo,
     describe,
 )
-from dualform.ledger.log import END_FILE, WRITERS, Head, LogWriter
+from dualform.ledger.log import (
+    END_FILE,
+    Head,
+    LogWriter,
+    is_writer,
+    writer_folders,
+    writer_number,
+)
 from dualform.ledger.reader import Ledger
 from dualform.ledger.shards import Shards
-from dualform.ledger.tensors import header_checksum, write_tensors
+from dualform.ledger.tensors import index_checksum, write_tensors
 
 SIDE_BY_SIDE = min(4, (os.cpu_count() or 1) // 4)
 """How many shards may be under way: none where training needs all the processors there are."""
@@ -77,8 +84,8 @@ class LedgerWriter:
         self._files = 0
         self.committed = int(start["step"])
         self._open = True
-        numbers = [int(folder.name.split("-")[1]) for folder in path.glob(WRITERS)]
-        self.folder = path / f"writer-{max(numbers, default=0) + 1:04d}-{secrets.token_hex(4)}"
+        number = max(map(writer_number, writer_folders(path)), default=0) + 1
+        self.folder = path / f"writer-{number:04d}-{secrets.token_hex(4)}"
         self.folder.mkdir()
         self._log = LogWriter(self.folder, start, after)
         sync_folder(path)
@@ -211,7 +218,7 @@ class LedgerWriter:
 def _written(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
     """Writes a file, and returns what its line in the log vouches for."""
     length, checksum = write_tensors(path, arrays)
-    return {"bytes": length, "crc32": checksum, "header_crc32": header_checksum(arrays)}
+    return {"bytes": length, "crc32": checksum, "index_crc32": index_checksum(arrays)}
 
 
 def _continues(block: Block, earlier: Block) -> bool:
@@ -244,7 +251,7 @@ def _make_folder(path: Path, overwrite: bool) -> None:
 def _is_ours(entry: Path) -> bool:
     """Whether a run that was killed while it was being made may have left this behind."""
     names = {LOCK_FILE, INITIAL_FILE, SAMPLES_FOLDER, END_FILE, RUN_FILE + ".draft"}
-    return entry.name in names or entry.match(WRITERS)
+    return entry.name in names or is_writer(entry.name)
 
 
 def _exists(path: Path) -> RunExistsError:
@@ -275,7 +282,7 @@ def _remove_run(path: Path) -> None:
     """
     for name in (RUN_FILE, END_FILE, INITIAL_FILE):
         (path / name).unlink(missing_ok=True)
-    for folder in [*path.glob(WRITERS), path / SAMPLES_FOLDER]:
+    for folder in [*writer_folders(path), path / SAMPLES_FOLDER]:
         if folder.is_symlink():
             folder.unlink()
         shutil.rmtree(folder, ignore_errors=True)
