@@ -423,6 +423,34 @@ def test_deep_json_is_an_error_of_ours(read: Callable[[Path], Any], tmp_path: Pa
         read(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("part", "value", "problem"),
+    [
+        ("stream", {"name": 7, "keys": [1], "values": [1]}, "has no name or no layout"),
+        ("stream", {"name": "fc", "keys": ["a"], "values": [1]}, "not made of whole numbers"),
+        ("stream", {"name": "fc", "values": [1]}, "KeyError"),
+        ("terms", {"fc.weight": {"form": None, "at": [0, 0]}}, "cannot be made of 'fc' by"),
+        ("terms", {"fc.weight": {"form": "outer", "at": [0]}}, "cannot be made of 'fc' by"),
+        ("terms", {"fc.weight": {"form": "outer", "at": [0, 0], "groups": 0}}, "cannot be made"),
+        ("terms", ["fc.weight"], "AttributeError"),
+    ],
+)
+def test_a_senseless_declaration_is_named(
+    part: str, value: Any, problem: str, tmp_path: Path
+) -> None:
+    """A log whose seals fit may still come from a stranger."""
+    log = record(tmp_path / "run", 1, 1)
+    start, rows = (json.loads(line) for line in log.read_text().splitlines()[:2])
+    declared = {"stream": {"name": "fc", "keys": [1], "values": [1]}, "terms": {}, part: value}
+    rows = {name: v for name, v in rows.items() if name != "line_crc32"} | {"streams": [declared]}
+    log.write_text(
+        seal_line({k: v for k, v in start.items() if k != "line_crc32"}) + seal_line(rows)
+    )
+    (tmp_path / "run" / "end.json").unlink()
+    with pytest.raises(CorruptError, match=f"is senseless: .*{problem}"):
+        Ledger(tmp_path / "run")
+
+
 def test_a_run_of_format_2_is_read(tmp_path: Path) -> None:
     """Recorded and resumed by the version that wrote it; its logs have no chain and no end."""
     run = dualform.open(FORMAT_2)

@@ -104,7 +104,21 @@ class Declaration:
         shapes = {side: tuple(data["stream"][side]) for side in ("keys", "values")}
         stream: dict[str, Any] = {**data["stream"], **shapes}
         terms = {book: Term(**{**t, "at": tuple(t["at"])}) for book, t in data["terms"].items()}
-        return cls(Stream(**stream), terms)
+        return cls(Stream(**stream), terms).of_right_types()
+
+    def of_right_types(self) -> Declaration:
+        """The same, or a ValueError that says which part of it cannot be."""
+        stream = self.stream
+        if not isinstance(stream.name, str) or not isinstance(stream.layout, dict):
+            raise ValueError(f"the stream {stream.name!r} has no name or no layout")
+        if not _are_counts(*stream.keys, *stream.values):
+            raise ValueError(f"the shapes of '{stream.name}' are not made of whole numbers")
+        for book, term in self.terms.items():
+            named = isinstance(term.form, str) and isinstance(term.view, str)
+            placed = len(term.at) == 2 and _are_counts(term.groups, *term.at) and term.groups > 0
+            if not (named and placed):
+                raise ValueError(f"'{book}' cannot be made of '{stream.name}' by {term}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -156,10 +170,9 @@ class RunInfo:
         """The same, or a ValueError: everything else relies on names and shapes being some."""
         names = [self.rule, *self.fields]
         names += [name for book in self.books for name in (book.name, book.dtype, book.reason)]
-        sizes = [size for book in self.books for size in book.shape]
         if not all(isinstance(name, str) for name in names):
             raise ValueError("a name in it is not a text")
-        if not all(type(size) is int and size >= 0 for size in sizes):
+        if not all(_are_counts(*book.shape) for book in self.books):
             raise ValueError("a shape in it is not made of whole numbers")
         if not isinstance(self.metadata, dict):
             raise ValueError("its metadata is not an object")
@@ -203,6 +216,11 @@ class RunInfo:
             for b in self.books
         ]
         return replace(self, books=tuple(books), streams=tuple(d.stream for d in found.values()))
+
+
+def _are_counts(*values: Any) -> bool:
+    """Whether all are whole numbers from 0."""
+    return all(type(value) is int and value >= 0 for value in values)
 
 
 def _first_format(data: dict[str, Any]) -> RunInfo:
