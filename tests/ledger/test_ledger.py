@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from dualform.errors import (
     RunExistsError,
 )
 from dualform.ledger import Block, Ledger, LedgerWriter, RunInfo, Stream
+from dualform.ledger.log import LogWriter, seal_line
 from dualform.ledger.tensors import CODES, TensorFile, write_tensors
 from dualform.testing import LedgerContract
 from dualform.testing.ledgers import block
@@ -108,8 +110,6 @@ def test_a_stranger_s_file_is_validated(
 
 
 def test_a_log_that_names_a_file_elsewhere(tmp_path: Path) -> None:
-    from dualform.ledger.log import seal_line
-
     LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(1)}).close()
     (log,) = (tmp_path / "run").glob("writer-*/commits.jsonl")
     record = {"kind": "rows", "file": "../../secret", "bytes": 1, "crc32": 0}
@@ -210,6 +210,22 @@ def test_a_disk_that_fills(small_disk: Path) -> None:
     assert run.check() == []
     assert run.audit().remainder <= 1e-6
     assert not list(path.rglob("*.draft"))
+
+
+def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of ours; the half-made folder is nobody's, and the lock is free again."""
+    path = tmp_path / "run"
+    LedgerWriter.create(path, RunInfo(), {"w": torch.zeros(1)}).close()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LogWriter, "_append", full)
+        with pytest.raises(LedgerError, match=r"is full .*The run is readable up to step 0"):
+            LedgerWriter.resume(path, 0)
+    LedgerWriter.resume(path, 0).close()
+    assert list(Ledger(path).check()) == []
 
 
 def test_permission_lost(tmp_path: Path) -> None:

@@ -80,12 +80,6 @@ class Head:
     lines: int = 0
     seal: int = 0
 
-    def followed_by(self, line: str) -> Head:
-        """The head of the log with one line more."""
-        record = open_line(line.encode())
-        assert record is not None
-        return replace(self, lines=self.lines + 1, seal=record["line_crc32"])
-
 
 class LogWriter:
     """A new log that lines are appended to, each durable before the next.
@@ -102,8 +96,12 @@ class LogWriter:
         self._run = folder.parent
         self._file = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         before = None if after is None else asdict(after)
-        self._append({"kind": "start", **start, "after": before})
-        sync_folder(folder)
+        try:
+            self._append({"kind": "start", **start, "after": before})
+            sync_folder(folder)
+        except BaseException:
+            self.close()
+            raise
 
     def append(self, record: Record) -> None:
         """Adds a line behind the others; where that fails, the log is as before."""
@@ -128,7 +126,8 @@ class LogWriter:
             os.ftruncate(self._file, size)
             os.lseek(self._file, size, os.SEEK_SET)
             raise
-        self.head = self.head.followed_by(line)
+        seal = json.loads(line)["line_crc32"]
+        self.head = replace(self.head, lines=self.head.lines + 1, seal=seal)
 
 
 @dataclass

@@ -86,9 +86,12 @@ class LedgerWriter:
         self._open = True
         number = max(map(writer_number, writer_folders(path)), default=0) + 1
         self.folder = path / f"writer-{number:04d}-{secrets.token_hex(4)}"
-        self.folder.mkdir()
-        self._log = LogWriter(self.folder, start, after)
-        sync_folder(path)
+        try:
+            self.folder.mkdir()
+            self._log = LogWriter(self.folder, start, after)
+            sync_folder(path)
+        except OSError as error:
+            raise self._failure(error) from error
 
     @classmethod
     def create(
