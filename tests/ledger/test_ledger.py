@@ -26,6 +26,7 @@ from dualform.errors import (
     LedgerError,
     NotARunError,
     RunExistsError,
+    RunLockedError,
 )
 from dualform.ledger import Block, Ledger, LedgerWriter, RunInfo, Stream
 from dualform.ledger.log import LogWriter, seal_line
@@ -226,6 +227,24 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.Mo
             LedgerWriter.resume(path, 0)
     LedgerWriter.resume(path, 0).close()
     assert list(Ledger(path).check()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_leaves_the_run_alone(tmp_path: Path) -> None:
+    """Workers of data loaders are copies of the process that records, and end before it."""
+    path = tmp_path / "run"
+    writer = LedgerWriter.create(path, RunInfo(), {"w": torch.zeros(1)})
+    child = os.fork()
+    if not child:
+        writer.abandon()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert Ledger(path).unfinished
+    with pytest.raises(RunLockedError):
+        LedgerWriter.resume(path, 0)
+    writer.append(block(1, 1))
+    writer.close()
+    assert (Ledger(path).last_step, Ledger(path).unfinished) == (1, False)
 
 
 def test_permission_lost(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ class LedgerWriter:
         self._files = 0
         self.committed = int(start["step"])
         self._open = True
+        self._process = os.getpid()
         number = max(map(writer_number, writer_folders(path)), default=0) + 1
         self.folder = path / f"writer-{number:04d}-{secrets.token_hex(4)}"
         try:
@@ -172,8 +173,12 @@ class LedgerWriter:
             self.abandon()
 
     def abandon(self) -> None:
-        """Gives the run free without writing what has not been passed on."""
-        if self._open:
+        """Gives the run free without writing what has not been passed on.
+
+        A forked process, such as a data loader's worker, has nothing to give: the run is its
+        parent's, and goes on.
+        """
+        if self._open and os.getpid() == self._process:
             self._open = False
             self._shards.close()
             with suppress(OSError):  # else the run looks as if this process had been killed
