@@ -64,6 +64,9 @@ def test_info_finds_damage(demo: Path, tmp_path: Path) -> None:
     result = dualform("info", "run", "--check", cwd=tmp_path)
     assert result.returncode == 1
     assert "1 damaged" in result.stderr
+    result = dualform("info", "run", "--check", "--json", cwd=tmp_path)
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert "checksum does not match" in problem
 
 
 def test_info_names_a_damaged_log(demo: Path, tmp_path: Path) -> None:
