@@ -4,15 +4,15 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-long check format frontend screenshots bench peers clean
+.PHONY: demo test test-long check format frontend browser screenshots bench peers clean
 
 demo: frontend
 	$(BIN)/dualform demo
 
-test: check
+test: check browser
 	$(BIN)/python -m pytest -q -n 2 -m "not long"
 
-test-long: frontend
+test-long: frontend browser
 	$(BIN)/python -m pytest -q -n 2
 
 check: frontend
@@ -31,7 +31,11 @@ format: $(STAMP)
 frontend: $(STAMP)
 	$(BIN)/python hatch_build.py
 
-screenshots: frontend
+# The browser of the explorer's tests: one that is found, or else installed.
+browser: $(STAMP)
+	$(BIN)/python -m tests.explore.browser
+
+screenshots: frontend browser
 	$(BIN)/python -m tests.explore.screenshots docs/images
 
 bench: frontend

@@ -64,6 +64,26 @@ def test_info_finds_damage(demo: Path, tmp_path: Path) -> None:
     result = dualform("info", "run", "--check", cwd=tmp_path)
     assert result.returncode == 1
     assert "1 damaged" in result.stderr
+    result = dualform("info", "run", "--check", "--json", cwd=tmp_path)
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert "checksum does not match" in problem
+
+
+def test_info_names_a_damaged_log(demo: Path, tmp_path: Path) -> None:
+    """With and without `--check`, in words and as JSON; what is left is still described."""
+    import shutil
+
+    shutil.copytree(demo / "runs/digits", tmp_path / "run")
+    log = next((tmp_path / "run").glob("writer-*/commits.jsonl"))
+    log.write_bytes(log.read_bytes().replace(b'"kind":"rows"', b'"kind":"rowz"', 1))
+    for options in ([], ["--check"], ["--json"]):
+        result = dualform("info", "run", *options, cwd=tmp_path)
+        assert result.returncode == 1
+        assert "is altered: the seal of line 2 does not fit" in result.stderr
+        assert "Every committed byte" not in result.stdout
+    assert "seal of line 2" in json.loads(result.stdout)["problems"][0]
+    result = dualform("audit", "run", cwd=tmp_path)
+    assert "is damaged" in result.stderr
 
 
 def test_audit(demo: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from playwright.sync_api import Browser, sync_playwright
 from sklearn.datasets import load_digits
+from tests.explore.browser import launch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -106,11 +106,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """Debian's Chromium; without one these tests fail rather than say nothing."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.fail("the explorer's tests need a browser: install Debian's `chromium`")
+    """The browser of this machine; without one these tests fail and say how to get it."""
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        opened = launch(playwright)
         yield opened
         opened.close()

@@ -5,7 +5,6 @@ Trains the demo, serves it, and photographs it: python -m tests.explore.screensh
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +12,7 @@ from tempfile import TemporaryDirectory
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from rich.console import Console
+from tests.explore.browser import launch
 from tests.explore.visits import serving, visiting
 
 from dualform.demo import run_demo
@@ -51,8 +51,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as runs, sync_playwright() as playwright:
         exhibit = run_demo(Path(runs) / "digits", Console(quiet=True)).exhibit
-        chromium = shutil.which("chromium")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = launch(playwright)
         with serving([Explorer(exhibit)]) as address:
             photograph(browser, address, folder)
         browser.close()

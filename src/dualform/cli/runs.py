@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from dualform.cli.given import (
     print_results,
     run_argument,
 )
-from dualform.errors import DualformError, ReadingError
+from dualform.errors import CorruptError, DualformError, ReadingError
+from dualform.ledger import Ledger
 from dualform.read import Reading, Run, Spotlight, open_run
 
 
@@ -29,25 +31,34 @@ from dualform.read import Reading, Run, Spotlight, open_run
 @as_json
 def info(run: Path, check: bool, as_json: bool) -> None:
     """Say what a run is: steps, samples, layers, size."""
-    opened = open_run(run)
-    problems = opened.check() if check else []
-    facts = {
+    ledger = Ledger(run, damaged=True)
+    opened = Run(ledger)
+    problems = opened.check() if check else [problem for _, problem in ledger.damage]
+    facts: dict[str, Any] = {"problems": problems} if check or problems else {}
+    with suppress(CorruptError) if problems else nullcontext():  # they are said below
+        facts = _facts(opened, ledger) | facts
+        if not as_json:
+            print_results(opened)
+            if ledger.unfinished:
+                click.echo("Recording did not note its end: it was killed, or is under way.")
+    if as_json:
+        print_json(facts)
+    elif check and not problems:
+        click.echo("Every committed byte is as it was written.")
+    if problems:
+        raise DualformError(f"{len(problems)} damaged: {' '.join(problems)}")
+
+
+def _facts(opened: Run, ledger: Ledger) -> dict[str, Any]:
+    return {
         "steps": opened.steps,
+        "unfinished": ledger.unfinished,
         "kept_steps": opened.kept_steps,
         "samples": len(opened.ids),
         "layers": opened.layers,
         "bytes": opened.nbytes,
         **opened.info.metadata,
-        **({"problems": problems} if check else {}),
     }
-    if as_json:
-        print_json(facts)
-    else:
-        print_results(opened)
-        if check and not problems:
-            click.echo("Every committed byte is as it was written.")
-    if problems:
-        raise DualformError(f"{len(problems)} damaged: {problems[0]}")
 
 
 @click.command()

@@ -14,7 +14,7 @@ from dualform.explore.exhibit import Exhibit, plain_label
 from dualform.explore.given import Given
 from dualform.explore.page import carried_page
 from dualform.explore.views import Explorer, Json
-from dualform.ledger.format import write_durably
+from dualform.ledger.files import write_durably
 from dualform.read.spotlight import nothing_by_row
 
 MOST_QUERIES = 24

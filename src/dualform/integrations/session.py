@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -92,3 +93,6 @@ def _abandon_all() -> None:
 
 # The writer needs thread pools, which Python shuts down before `atexit`: come before them.
 getattr(threading, "_register_atexit", atexit.register)(_abandon_all)
+# A data loader's worker is a copy of this process that must not end what goes on in this one.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_SESSIONS.clear)

@@ -12,17 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from dualform.errors import CorruptError, FormatVersionError, NotARunError
+from dualform.ledger.files import open_plain, parse_json
 
-FORMAT = 2
+FORMAT = 3
 RUN_FILE = "run.json"
 INITIAL_FILE = "initial.safetensors"
 LOCK_FILE = "writer.lock"
-LOG_FILE = "commits.jsonl"
 SAMPLES_FOLDER = "samples"
 BUFFER = "buffer:"
 """The momentum training started with is filed under this and the parameter's name."""
 STATE = "state:"
 """What else an optimizer remembers: under this, the state's name, a colon and the parameter's."""
+MARKS = ("checkpoint", "final", "flush", "state", "resume")
+"""Why the weights of a step may have been kept; FORMAT.md says what each means."""
 ROOT = "model"
 """The stream of a model that is itself a single layer."""
 
@@ -102,7 +104,21 @@ class Declaration:
         shapes = {side: tuple(data["stream"][side]) for side in ("keys", "values")}
         stream: dict[str, Any] = {**data["stream"], **shapes}
         terms = {book: Term(**{**t, "at": tuple(t["at"])}) for book, t in data["terms"].items()}
-        return cls(Stream(**stream), terms)
+        return cls(Stream(**stream), terms).of_right_types()
+
+    def of_right_types(self) -> Declaration:
+        """The same, or a ValueError that says which part of it cannot be."""
+        stream = self.stream
+        if not isinstance(stream.name, str) or not isinstance(stream.layout, dict):
+            raise ValueError(f"the stream {stream.name!r} has no name or no layout")
+        if not _are_counts(*stream.keys, *stream.values):
+            raise ValueError(f"the shapes of '{stream.name}' are not made of whole numbers")
+        for book, term in self.terms.items():
+            named = isinstance(term.form, str) and isinstance(term.view, str)
+            placed = len(term.at) == 2 and _are_counts(term.groups, *term.at) and term.groups > 0
+            if not (named and placed):
+                raise ValueError(f"'{book}' cannot be made of '{stream.name}' by {term}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -133,8 +149,10 @@ class RunInfo:
     @classmethod
     def from_json(cls, text: str) -> RunInfo:
         """What such a text says; a newer format is refused."""
-        data = json.loads(text)
+        data = parse_json(text)
         version = data.pop("format")
+        if type(version) is not int or version < 1:
+            raise ValueError(f"its format is {version!r}, not a number from 1 to {FORMAT}")
         if version > FORMAT:
             raise FormatVersionError(
                 f"the run has format {version}, and this dualform reads formats up to {FORMAT}; "
@@ -146,7 +164,30 @@ class RunInfo:
             Book(**{**book, "shape": tuple(book["shape"])}) for book in data["books"]
         )
         data["fields"] = tuple(data["fields"])
-        return cls(**data)
+        return cls(**data).of_right_types()
+
+    def of_right_types(self) -> RunInfo:
+        """The same, or a ValueError: everything else relies on names and shapes being some."""
+        names = [self.rule, *self.fields]
+        names += [name for book in self.books for name in (book.name, book.dtype, book.reason)]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("a name in it is not a text")
+        if not all(_are_counts(*book.shape) for book in self.books):
+            raise ValueError("a shape in it is not made of whole numbers")
+        if not isinstance(self.metadata, dict):
+            raise ValueError("its metadata is not an object")
+        return self
+
+    @property
+    def checksum(self) -> int:
+        """CRC-32 of what sums depend on: everything but the metadata for people.
+
+        The first start of a run vouches for it.
+        """
+        facts = json.loads(self.to_json())
+        told = {"aliases": facts.pop("metadata").get("aliases", {}), **facts}
+        del told["format"]
+        return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
 
     @property
     def declarations(self) -> tuple[Declaration, ...]:
@@ -177,6 +218,11 @@ class RunInfo:
         return replace(self, books=tuple(books), streams=tuple(d.stream for d in found.values()))
 
 
+def _are_counts(*values: Any) -> bool:
+    """Whether all are whole numbers from 0."""
+    return all(type(value) is int and value >= 0 for value in values)
+
+
 def _first_format(data: dict[str, Any]) -> RunInfo:
     """A run description in which every stream is a linear layer and is declared from the start."""
     forms = {"outer": Term("outer"), "sum": Term("sum", "flat")}
@@ -192,73 +238,34 @@ def _first_format(data: dict[str, Any]) -> RunInfo:
     )
     streams = tuple(Stream(s["name"], (s["keys"],), (s["values"],)) for s in data["streams"])
     accounts = tuple(map(tuple, data["accounts"]))
-    return RunInfo(books, data["rule"], tuple(data["fields"]), data["metadata"], streams, accounts)
+    info = RunInfo(books, data["rule"], tuple(data["fields"]), data["metadata"], streams, accounts)
+    return info.of_right_types()
 
 
 def read_info(path: Path) -> RunInfo:
     """Reads `run.json`, or says what the path holds instead."""
-    if not (path / RUN_FILE).is_file():
+    file = path / RUN_FILE
+    if not os.path.lexists(file):
         raise NotARunError(f"'{path}' is not a dualform run: {describe(path)}.")
+    with open_plain(file) as opened:
+        text = opened.readall()
     try:
-        return RunInfo.from_json((path / RUN_FILE).read_text(encoding="utf-8"))
+        return RunInfo.from_json(text.decode())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, FormatVersionError):
-            raise
-        raise CorruptError(f"'{path / RUN_FILE}' is not a run description: {error}.") from error
+        raise CorruptError(f"'{file}' is not a run description: {error}.") from error
 
 
 def describe(path: Path) -> str:
     """Says in words what is at `path`: nothing, a file, or a folder of other things."""
-    if not path.exists():
+    if not os.path.exists(path):
         return "there is nothing at that path"
-    if path.is_file():
+    if not os.path.isdir(path):
         return "it is a file, and a run is a folder"
-    names = sorted(entry.name for entry in path.iterdir())
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        return f"its folder cannot be read ({error.strerror})"
     if not names:
         return "the folder is empty"
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return f"the folder has no {RUN_FILE} but holds {shown}"
-
-
-def seal_line(record: dict[str, Any]) -> str:
-    """One line of the commit log: the record as JSON, ending in the CRC-32 of what precedes.
-
-    >>> open_line(seal_line({"kind": "rows"}))
-    {'kind': 'rows'}
-    """
-    body = json.dumps(record, separators=(",", ":"))[:-1]
-    return f'{body},"line_crc32":{zlib.crc32(body.encode())}}}\n'
-
-
-def open_line(line: str) -> dict[str, Any] | None:
-    """The record of a log line, or None where the line is torn or altered."""
-    body, mark, checksum = line.rpartition(',"line_crc32":')
-    if not mark or checksum != f"{zlib.crc32(body.encode())}}}\n":
-        return None
-    try:
-        record = json.loads(body + "}")
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Writes a small file so that it is either wholly there after a crash, or not at all."""
-    draft = path.with_name(path.name + ".draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable (POSIX; elsewhere the file system sees to it)."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import CorruptError, SampleIdsError
-from dualform.ledger.format import SAMPLES_FOLDER, write_durably
+from dualform.ledger.files import open_plain, parse_json, require, write_durably
+from dualform.ledger.format import SAMPLES_FOLDER
 from dualform.ledger.reader import Ledger
 from dualform.ledger.tensors import TensorFile, write_tensors
 
@@ -80,7 +82,13 @@ def decode_ids(ledger: Ledger) -> list[str] | None:
     data = ledger.column("ids")
     if not len(data):
         return None
-    return [json.loads(line) for line in bytes(data.tolist()).decode().splitlines()]
+    try:
+        names = [parse_json(line) for line in bytes(data.tolist()).splitlines()]
+    except ValueError as error:
+        raise CorruptError(f"the ids of '{ledger.path}' are altered: {error}.") from error
+    if not all(isinstance(name, str) for name in names):
+        raise CorruptError(f"the ids of '{ledger.path}' are altered: not all are texts.")
+    return names
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,8 @@ class Samples:
         self.columns: dict[str, dict[SampleId, Label]] = {LABEL: {}}
         """What is known of each sample, by the column's name; labels are one of them."""
         self._previews: dict[SampleId, tuple[str, Any]] = {}
+        if os.path.lexists(self._folder):
+            require(self._folder, "a folder")
         for page in sorted(self._folder.glob("*.json")):
             self._read(page)
 
@@ -133,7 +143,7 @@ class Samples:
 
     def _read(self, page: Path) -> None:
         with _describing(page):
-            description = json.loads(page.read_text(encoding="utf-8"))
+            description = _parsed(page)
             ids, kind = description["ids"], description["kind"]
             columns = {LABEL: description["labels"], **description.get("columns", {})}
             for name, values in columns.items():
@@ -154,7 +164,7 @@ def described_ids(path: Path) -> list[SampleId]:
     found: list[SampleId] = []
     for page in sorted((path / SAMPLES_FOLDER).glob("*.json")):
         with _describing(page):
-            found += json.loads(page.read_text(encoding="utf-8"))["ids"][:1]
+            found += _parsed(page)["ids"][:1]
     return found
 
 
@@ -163,8 +173,13 @@ def _describing(page: Path) -> Iterator[None]:
     """Says which page it is that cannot be read."""
     try:
         yield
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"'{page}' does not describe samples: {error!r}.") from error
+
+
+def _parsed(page: Path) -> Any:
+    with open_plain(page) as file:
+        return parse_json(file.readall())
 
 
 def _previews(page: Path, description: dict[str, Any]) -> Any:
@@ -193,6 +208,8 @@ def describe_samples(
                 f"recorder.describe got {len(ids)} ids but {len(given)} {what}; give one each."
             )
     folder = path / SAMPLES_FOLDER
+    folder.mkdir(exist_ok=True)
+    require(folder, "a folder")
     taken = [int(entry.stem) for entry in folder.iterdir() if entry.stem.isdecimal()]
     page = folder / f"{max(taken, default=0) + 1:04d}.json"
     description: dict[str, Any] = {"ids": plain_list(ids), "labels": plain_list(labels), "kind": ""}

@@ -24,7 +24,7 @@ from torch import Tensor
 from zlib_ng import zlib_ng  # CRC-32 as in zlib, several times as fast
 
 from dualform.errors import CorruptError
-from dualform.ledger.format import sync_folder
+from dualform.ledger.files import open_plain, parse_json, sync_folder
 
 DTYPES = {
     "F64": torch.float64,
@@ -92,6 +92,25 @@ def write_tensors(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> tuple[i
     return sum(map(len, chunks)), checksum
 
 
+def index_checksum(arrays: Mapping[str, Sequence[Tensor]]) -> int:
+    """CRC-32 of what a reader finds its way by: the header, then all arrays of the index."""
+    checksum = zlib_ng.crc32(_header(arrays))
+    for name, parts in arrays.items():
+        if in_index(name, parts[0].dtype):
+            for part in parts:
+                checksum = zlib_ng.crc32(raw(part), checksum)
+    return int(checksum)
+
+
+def in_index(name: str, dtype: torch.dtype) -> bool:
+    """Whether an array says where others lie and how they count, so that it must not be wrong.
+
+    >>> in_index("fc/segments", torch.int64), in_index("fc/keys", torch.float32)
+    (True, False)
+    """
+    return not dtype.is_floating_point or name in ("hyper", "factors")
+
+
 def _header(arrays: Mapping[str, Sequence[Tensor]]) -> memoryview:
     entries, offset = {}, 0
     for name, parts in arrays.items():
@@ -133,17 +152,36 @@ class TensorFile:
             [1., 1.]])
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, index_crc32: int | None = None) -> None:
         self.path = path
-        try:
-            self.entries = _parse(path)
-        except FileNotFoundError as error:
-            raise CorruptError(f"'{path}' is named in the log but is missing.") from error
-        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-            raise CorruptError(f"'{path}' is not a safetensors file: {error}.") from error
+        with open_plain(path) as file:
+            try:
+                header, self.entries = _parse(file)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CorruptError(f"'{path}' is not a safetensors file: {error}.") from error
+            if index_crc32 not in (None, self._index_checksum(file, header)):
+                raise CorruptError(
+                    f"'{path}' is altered: its index's checksum does not match; "
+                    "restore the file from a copy of the run."
+                )
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries
+
+    def entry(self, name: str) -> Entry:
+        """Where an array lies; a file that lacks it is damaged."""
+        if name not in self.entries:
+            raise CorruptError(
+                f"'{self.path}' has no array '{name}'; restore the file from a copy of the run."
+            )
+        return self.entries[name]
+
+    def _index_checksum(self, file: FileIO, header: bytes) -> int:
+        checksum = int(zlib_ng.crc32(header))
+        for name, entry in self.entries.items():
+            if in_index(name, entry.dtype):
+                checksum = _continued(checksum, file, entry.offset, entry.nbytes)
+        return checksum
 
     def rows(self, name: str) -> int:
         """How long an array is along its first axis; 0 where the file does not have it."""
@@ -151,7 +189,7 @@ class TensorFile:
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows `start` to `stop` of an array, in memory of their own."""
-        entry = self.entries[name]
+        entry = self.entry(name)
         shape = entry.shape
         if stop is not None or start:
             shape = ((shape[0] if stop is None else stop) - start, *shape[1:])
@@ -171,9 +209,9 @@ class TensorFile:
         >>> rows
         tensor([4, 5, 0, 1])
         """
-        entry, target = self.entries[name], raw(rows)
+        entry, target = self.entry(name), raw(rows)
         size = entry.row_bytes
-        with self.path.open("rb", buffering=0) as file:
+        with open_plain(self.path) as file:
             for at, (start, stop) in spans:
                 file.seek(entry.offset + start * size)
                 self._fill(file, target[at * size : (at + stop - start) * size])
@@ -191,26 +229,23 @@ class TensorFile:
 
     def checksum(self) -> int:
         """CRC-32 of the whole file."""
-        checksum = 0
-        with self.path.open("rb") as file:
-            while piece := file.read(4 << 20):
-                checksum = zlib_ng.crc32(piece, checksum)
-        return checksum
+        with open_plain(self.path) as file:
+            return _continued(0, file, 0, os.fstat(file.fileno()).st_size)
 
 
 class MappedFile:
     """A mapped file whose rows are views, read ahead by the system and let go behind."""
 
     def __init__(self, file: TensorFile) -> None:
-        self._entries = file.entries
-        with file.path.open("rb") as opened:  # copy-on-write, so that torch takes it as writable
+        self._file = file
+        with open_plain(file.path) as opened:  # copy-on-write, so that torch takes it as writable
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         if hasattr(mmap, "MADV_SEQUENTIAL"):  # other systems manage by themselves
             self._map.madvise(mmap.MADV_SEQUENTIAL)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of an array, as a view that is valid until they are let go."""
-        entry = self._entries[name]
+        entry = self._file.entry(name)
         offset, shape = entry.offset + start * entry.row_bytes, (stop - start, *entry.shape[1:])
         count = math.prod(shape)
         if not count:
@@ -222,23 +257,44 @@ class MappedFile:
         """Frees the memory of rows that were used."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
-        entry = self._entries[name]
+        entry = self._file.entry(name)
         first = (entry.offset + start * entry.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         last = (entry.offset + stop * entry.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
-def _parse(path: Path) -> dict[str, Entry]:
-    """Reads and validates a header: a run folder may come from a stranger."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > min(size - 8, MAX_HEADER):
-            raise ValueError(f"its header claims {length:,} bytes")
-        header = json.loads(file.read(length))
+def _continued(checksum: int, file: FileIO, offset: int, count: int) -> int:
+    """CRC-32 of so many bytes of a file, behind what it already is of."""
+    file.seek(offset)
+    while count and (piece := file.read(min(count, 4 << 20))):
+        checksum = int(zlib_ng.crc32(piece, checksum))
+        count -= len(piece)
+    return checksum
+
+
+def _parse(file: FileIO) -> tuple[bytes, dict[str, Entry]]:
+    """Reads and validates a header: a run folder may come from a stranger, or have suffered.
+
+    Returns the bytes before the arrays, and where each array lies.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size < 8:
+        raise ValueError(f"it has {size} bytes")
+    first = file.read(8)
+    (length,) = struct.unpack("<Q", first)
+    if length > min(size - 8, MAX_HEADER):
+        raise ValueError(f"its header claims {length:,} bytes")
+    text = file.read(length)
+    header = parse_json(text)
     header.pop("__metadata__", None)
-    return {name: _entry(name, item, 8 + length, size) for name, item in header.items()}
+    entries = {name: _entry(name, item, 8 + length, size) for name, item in header.items()}
+    ends = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != ends:
+            raise ValueError(f"array '{name}' does not begin where the one before it ends")
+        ends += entry.nbytes
+    return first + text, entries
 
 
 def _entry(name: str, item: dict[str, Any], base: int, size: int) -> Entry:
@@ -246,6 +302,7 @@ def _entry(name: str, item: dict[str, Any], base: int, size: int) -> Entry:
     entry = Entry(DTYPES[item["dtype"]], tuple(item["shape"]), base + start)
     if any(type(length) is not int or length < 0 for length in entry.shape):
         raise ValueError(f"array '{name}' has shape {entry.shape}")
-    if start < 0 or base + end > size or end - start != entry.nbytes:
+    whole = type(start) is int and type(end) is int
+    if not whole or start < 0 or base + end > size or end - start != entry.nbytes:
         raise ValueError(f"array '{name}' does not lie within the file")
     return entry

@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,23 +17,28 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from dualform.errors import LedgerError, NotARunError, RunExistsError, RunLockedError
+from dualform.ledger.files import require, sync_folder, write_durably
 from dualform.ledger.format import (
     INITIAL_FILE,
     LOCK_FILE,
-    LOG_FILE,
+    MARKS,
     RUN_FILE,
     SAMPLES_FOLDER,
     Declaration,
     RunInfo,
     describe,
-    read_info,
-    seal_line,
-    sync_folder,
-    write_durably,
+)
+from dualform.ledger.log import (
+    END_FILE,
+    Head,
+    LogWriter,
+    is_writer,
+    writer_folders,
+    writer_number,
 )
 from dualform.ledger.reader import Ledger
 from dualform.ledger.shards import Shards
-from dualform.ledger.tensors import write_tensors
+from dualform.ledger.tensors import index_checksum, write_tensors
 
 SIDE_BY_SIDE = min(4, (os.cpu_count() or 1) // 4)
 """How many shards may be under way: none where training needs all the processors there are."""
@@ -68,19 +74,25 @@ class LedgerWriter:
     1
     """
 
-    def __init__(self, path: Path, lock: FileLock, number: int, start: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, lock: FileLock, start: Mapping[str, Any], after: Head | None = None
+    ) -> None:
         self.path = path
         self._lock = lock
         self._blocks: list[Block] = []
         self._shards = Shards(SIDE_BY_SIDE)
         self._files = 0
         self.committed = int(start["step"])
+        self._open = True
+        self._process = os.getpid()
+        number = max(map(writer_number, writer_folders(path)), default=0) + 1
         self.folder = path / f"writer-{number:04d}-{secrets.token_hex(4)}"
-        self.folder.mkdir()
-        self._log = os.open(self.folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._commit({"kind": "start", **start})
-        sync_folder(self.folder)
-        sync_folder(path)
+        try:
+            self.folder.mkdir()
+            self._log = LogWriter(self.folder, start, after)
+            sync_folder(path)
+        except OSError as error:
+            raise self._failure(error) from error
 
     @classmethod
     def create(
@@ -101,9 +113,8 @@ class LedgerWriter:
             _remove_run(path)
             (path / SAMPLES_FOLDER).mkdir(exist_ok=True)
             arrays = {name: [weight.cpu()] for name, weight in initial.items()}
-            length, checksum = write_tensors(path / INITIAL_FILE, arrays)
-            vouched = {"bytes": length, "crc32": checksum}
-            writer = cls(path, lock, 1, {"step": 0, "initial": vouched, **(start or {})})
+            vouched = {"initial": _written(path / INITIAL_FILE, arrays), "run_crc32": info.checksum}
+            writer = cls(path, lock, {"step": 0, **vouched, **(start or {})})
             write_durably(path / RUN_FILE, info.to_json())
             return writer
         except BaseException:
@@ -113,12 +124,10 @@ class LedgerWriter:
     @classmethod
     def resume(cls, path: Path, step: int, start: Mapping[str, Any] | None = None) -> LedgerWriter:
         """Goes on with a run after `step`; what was written beyond it no longer counts."""
-        read_info(path)
+        Ledger(path)  # or say why it is none
         lock = _lock(path)
         try:
-            folders = path.glob("writer-[0-9]*-*")
-            numbers = [int(folder.name.split("-")[1]) for folder in folders]
-            return cls(path, lock, max(numbers, default=0) + 1, {"step": step, **(start or {})})
+            return cls(path, lock, {"step": step, **(start or {})}, after=Ledger(path).head)
         except BaseException:
             lock.release()
             raise
@@ -149,6 +158,8 @@ class LedgerWriter:
 
         `mark` says why (see FORMAT.md).
         """
+        if mark not in MARKS:
+            raise LedgerError(f"the mark '{mark}' is not one of {', '.join(MARKS)}.")
         self.pass_on()
         write = partial(self._write, self._next_file(), {name: [w] for name, w in weights.items()})
         kept = {"kind": "weights", "step": step, "mark": mark}
@@ -162,11 +173,17 @@ class LedgerWriter:
             self.abandon()
 
     def abandon(self) -> None:
-        """Gives the run free without writing what has not been passed on."""
-        if self._log >= 0:
+        """Gives the run free without writing what has not been passed on.
+
+        A forked process, such as a data loader's worker, has nothing to give: the run is its
+        parent's, and goes on.
+        """
+        if self._open and os.getpid() == self._process:
+            self._open = False
             self._shards.close()
-            os.close(self._log)
-            self._log = -1
+            with suppress(OSError):  # else the run looks as if this process had been killed
+                self._log.end()
+            self._log.close()
             self._lock.release()
 
     def _next_file(self) -> str:
@@ -175,10 +192,9 @@ class LedgerWriter:
 
     def _write(self, name: str, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
         try:
-            length, checksum = write_tensors(self.folder / name, arrays)
+            return {"file": name, **_written(self.folder / name, arrays)}
         except OSError as error:
             raise self._failure(error) from error
-        return {"file": name, "bytes": length, "crc32": checksum}
 
     def _commit_rows(self, blocks: Sequence[Block], record: dict[str, Any]) -> None:
         notes = [note for block in blocks for note in block.notes]
@@ -191,14 +207,9 @@ class LedgerWriter:
                 block.written()
 
     def _commit(self, record: dict[str, Any]) -> None:
-        line = seal_line(record).encode()
-        size = os.fstat(self._log).st_size
         try:
-            if os.write(self._log, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._log)
+            self._log.append(record)
         except OSError as error:
-            os.ftruncate(self._log, size)
             raise self._failure(error) from error
 
     def _failure(self, error: OSError) -> LedgerError:
@@ -210,6 +221,12 @@ class LedgerWriter:
                 "make room and go on with record(..., resume=True)."
             )
         return LedgerError(f"cannot write to '{self.path}': {error}. {safe}.")
+
+
+def _written(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
+    """Writes a file, and returns what its line in the log vouches for."""
+    length, checksum = write_tensors(path, arrays)
+    return {"bytes": length, "crc32": checksum, "index_crc32": index_checksum(arrays)}
 
 
 def _continues(block: Block, earlier: Block) -> bool:
@@ -241,12 +258,12 @@ def _make_folder(path: Path, overwrite: bool) -> None:
 
 def _is_ours(entry: Path) -> bool:
     """Whether a run that was killed while it was being made may have left this behind."""
-    names = {LOCK_FILE, INITIAL_FILE, SAMPLES_FOLDER, RUN_FILE + ".draft"}
-    return entry.name in names or entry.match("writer-[0-9]*-*")
+    names = {LOCK_FILE, INITIAL_FILE, SAMPLES_FOLDER, END_FILE, RUN_FILE + ".draft"}
+    return entry.name in names or is_writer(entry.name)
 
 
 def _exists(path: Path) -> RunExistsError:
-    steps = Ledger(path).last_step
+    steps = Ledger(path, damaged=True).last_step
     return RunExistsError(
         f"'{path}' already holds a run of {steps:,} steps; choose another path, "
         "go on with it (resume=True), or replace it (overwrite=True)."
@@ -254,6 +271,8 @@ def _exists(path: Path) -> RunExistsError:
 
 
 def _lock(path: Path) -> FileLock:
+    if os.path.lexists(path / LOCK_FILE):
+        require(path / LOCK_FILE, "a file")  # taking it would empty what a link leads to
     lock = FileLock(path / LOCK_FILE)
     try:
         lock.acquire(timeout=0)
@@ -265,8 +284,13 @@ def _lock(path: Path) -> FileLock:
 
 
 def _remove_run(path: Path) -> None:
-    """Removes the files of a run, and nothing else that may lie in its folder."""
-    for folder in [*path.glob("writer-[0-9]*-*"), path / SAMPLES_FOLDER]:
-        shutil.rmtree(folder, ignore_errors=True)
-    for name in (INITIAL_FILE, RUN_FILE):
+    """Removes the files of a run, and nothing else that may lie in its folder.
+
+    Its description goes first: without it, what is left after a crash is no run.
+    """
+    for name in (RUN_FILE, END_FILE, INITIAL_FILE):
         (path / name).unlink(missing_ok=True)
+    for folder in [*writer_folders(path), path / SAMPLES_FOLDER]:
+        if folder.is_symlink():
+            folder.unlink()
+        shutil.rmtree(folder, ignore_errors=True)

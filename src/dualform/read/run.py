@@ -34,7 +34,9 @@ from dualform.read.timeline import Bins, Timeline
 from dualform.read.weights import reconstruct, row_parts
 
 
-def open_run(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Run:
+def open_run(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu", *, damaged: bool = False
+) -> Run:
     """Opens a run folder for reading, as far as it is committed.
 
     >>> import dualform
@@ -44,8 +46,9 @@ def open_run(path: str | os.PathLike[str], device: torch.device | str = "cpu") -
 
     Args:
         device: where scans compute.
+        damaged: open a damaged run too, as far as it can be read; `check` says what is wrong.
     """
-    return Run(Ledger(Path(path)), device=device)
+    return Run(Ledger(Path(path), damaged=damaged), device=device)
 
 
 class Run(Shown):

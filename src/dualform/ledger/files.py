@@ -1,0 +1,107 @@
+"""The files of a run folder: only plain ones are read, and small ones are written whole or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from dualform.errors import CorruptError, LedgerError
+
+KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISREG, "a file"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def open_plain(path: Path) -> FileIO:
+    """Opens a file of a run for reading, unbuffered; what is no plain file is refused.
+
+    A run may come from a stranger: a pipe would wait forever, and a link lead anywhere.
+
+    >>> open_plain(Path("no/run.json"))
+    Traceback (most recent call last):
+    dualform.errors.CorruptError: 'no/run.json' is missing; restore it from a copy of the run.
+    """
+    require(path, "a file")
+    try:
+        return path.open("rb", buffering=0)
+    except OSError as error:
+        raise LedgerError(f"cannot read '{path}': {error.strerror}.") from error
+
+
+def require(path: Path, expected: str) -> None:
+    """Refuses what is missing or is not what is expected here: "a file" or "a folder".
+
+    >>> require(Path("/dev/null"), "a file")
+    Traceback (most recent call last):
+    dualform.errors.CorruptError: '/dev/null' is a device and not a file; a run has only plain files
+    and folders. Copy the run again, with `cp -rL` where it has links.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CorruptError(f"'{path}' is missing; restore it from a copy of the run.") from error
+    except (OSError, ValueError) as error:  # the latter for names that no file can have
+        raise LedgerError(f"cannot read '{path}': {error}.") from error
+    found = next((name for is_kind, name in KINDS if is_kind(mode)), "a device")
+    if found != expected:
+        raise CorruptError(
+            f"'{path}' is {found} and not {expected}; a run has only plain files and folders. "
+            "Copy the run again, with `cp -rL` where it has links."
+        )
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What a JSON text says; whatever is wrong with it is a ValueError.
+
+    >>> parse_json('{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    ValueError: it says 'a' twice
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_each_once)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it says '{next(n for n in names if names.count(n) > 1)}' twice")
+    return found
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Writes a small file so that it is either wholly there after a crash, or not at all."""
+    draft = path.with_name(path.name + ".draft")
+    draft.unlink(missing_ok=True)
+    try:
+        with draft.open("x", encoding="utf-8") as file:  # anew: never through a link
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable (POSIX; elsewhere the file system sees to it)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
