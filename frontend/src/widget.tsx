@@ -24,6 +24,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
     sources.push(source)
     return source
   }
+  el.classList.add("in-notebook")
   let selected = ""
   const unmount = mount(el, {
     route: new Route(modelHome(model)),
