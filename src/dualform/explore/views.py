@@ -127,7 +127,6 @@ class Explorer:
         amounts = self._amounts(found, given)
         question = found.question
         subject = self.exhibit.subject(question.query)
-        text = subject.shown.preview.data if subject.shown.preview else ""
         whole = given.span(self._bins(found)) is None
         return {
             "query": self.exhibit.card(subject),
@@ -148,7 +147,9 @@ class Explorer:
             "places": 1 if found.marks is None else len(found.marks),
             "place": None if found.marks is None else question.place,
             "marks": None if found.marks is None else found.marks.tolist(),
-            "tokens": None if found.marks is None else pieces(str(text), len(found.marks)),
+            "tokens": None
+            if found.marks is None
+            else pieces(subject.shown.preview, len(found.marks)),
         }
 
     def _evidence(self, given: Given) -> Json:
@@ -175,12 +176,12 @@ class Explorer:
         at = self._place_of(sample)
         where = self._where(found, [sample], given)
         line = self.line(at, float(self._amounts(found, given)[at]))
-        preview = line["preview"] or {}
+        preview = self.run.samples.preview(sample)
         return {
             **line,
             "timeline": found.cells[at].tolist() if self._bins(found) else None,
             "places": None if where is None else where[0].tolist(),
-            "tokens": None if where is None else pieces(preview.get("text", ""), where.shape[1]),
+            "tokens": None if where is None else pieces(preview, where.shape[1]),
             "grid": None
             if where is None
             else grid(self.run.info.stream(found.question.layer or "")),
@@ -191,7 +192,7 @@ class Explorer:
         found = self.found(given)
         chosen = [self.run.sample_id(name) for name in given.several("id", MOST_HIGHLIGHTED)]
         previews = {name: self.run.samples.preview(name) for name in chosen}
-        texts = {name: str(p.data) for name, p in previews.items() if p and p.kind == "text"}
+        texts = {name: p for name, p in previews.items() if p and p.kind == "text"}
         where = self._where(found, list(texts), given) if texts else None
         if where is None:
             return {"samples": {}}
