@@ -150,7 +150,7 @@ def test_view_listens_where_it_is_told() -> None:
 
 def test_a_text_is_cut_as_it_was_written(tmp_path: Path) -> None:
     """Characters are positions: line breaks and double spaces are among them, and so is an end."""
-    texts = ["a  b\nc ", "x" * 7, "1\t\t2 3"]
+    texts = ["a  b\nc ", "x" * 7, "1\t\t2 3\n"]
     letters = sorted(set("".join(texts)))
 
     class Letters(Reader):

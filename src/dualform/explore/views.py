@@ -85,7 +85,7 @@ class Explorer:
         writer.writerow(["id", "label", "suspicion"])
         for at in self._ranks:
             name = self.run.source.ids[at]
-            writer.writerow([name, self.run.samples.labels.get(name, ""), self._suspicion[at]])
+            writer.writerow([name, self.run.samples.labels.get(name, ""), self.suspicion[at]])
         return out.getvalue()
 
     def found(self, given: Given) -> Found:
@@ -124,10 +124,10 @@ class Explorer:
 
     def _answer(self, given: Given) -> Json:
         found = self.found(given)
-        amounts = self._amounts(found, given)
-        question = found.question
+        question, amounts = found.question, self._amounts(found, given)
+        chosen, own = self._chosen(given), self._restricted(amounts, given)
         subject = self.exhibit.subject(question.query)
-        whole = given.span(self._bins(found)) is None
+        only = self._only(found, given)
         return {
             "query": self.exhibit.card(subject),
             "ask": question.ask,
@@ -135,17 +135,16 @@ class Explorer:
             "output": question.output,
             "asked": _asked(question),
             "outputs": largest(found.outputs),
-            "check": found.check if whole else None,
-            "error": found.missed if whole else None,
-            "note": found.note
-            if whole
-            else "Only what was learned in the chosen part of training.",
+            "check": None if only else found.check,
+            "error": None if only else found.missed,
+            "note": " ".join([*only, *([] if only and found.check else [found.note])]),
             "unit": "similarity" if question.ask == "keys" else "units of the output",
-            "sides": {side: self._side(amounts, side) for side in ("for", "against")},
-            "timeline": found.cells.sum(0).tolist() if self._bins(found) else None,
+            "sides": {side: self._side(own, side) for side in ("for", "against")},
+            "timeline": found.cells[chosen].sum(0).tolist() if self._bins(found) else None,
             "groups": self._groups(amounts, given),
             "places": 1 if found.marks is None else len(found.marks),
             "place": None if found.marks is None else question.place,
+            "shared": found.shared,
             "marks": None if found.marks is None else found.marks.tolist(),
             "tokens": None
             if found.marks is None
@@ -153,16 +152,13 @@ class Explorer:
         }
 
     def _evidence(self, given: Given) -> Json:
-        amounts = self._amounts(self.found(given), given)
-        label = given.text("label", "")
-        if label:
-            amounts = np.where(self._labeled(label, given), amounts, 0.0)
+        amounts = self._restricted(self._amounts(self.found(given), given), given)
         lines = ranked(amounts, given.choice("side", ("for", "against")))
         some = given.page(lines, MOST_LISTED)
         return {"total": len(lines), "samples": [self.line(at, amounts[at]) for at in some]}
 
     def _layers(self, given: Given) -> Json:
-        asked = given.without("layer", "place", "at") | {"ask": "network"}
+        asked = given.without("layer", "at") | {"ask": "network"}
         found = self.found(Given(asked))
         assert found.shares is not None
         assert found.check is not None
@@ -231,7 +227,7 @@ class Explorer:
                 {"bin": int(b), "error": float(errors.relative[mine][bins == b].mean())}
                 for b in np.unique(bins)
             ],
-            "suspicion": float(self._suspicion[at]),
+            "suspicion": float(self.suspicion[at]),
             "rank": int(np.flatnonzero(self._ranks == at)[0]) + 1,
             "helps": [effect for effect in effects if effect["value"] > 0][:SHOWN],
             "hurts": [effect for effect in effects[::-1] if effect["value"] < 0][:SHOWN],
@@ -257,7 +253,7 @@ class Explorer:
 
     def _suspects(self, given: Given) -> Json:
         some = given.page(self._ranks.tolist(), MOST_LISTED)
-        lines = [self.line(at, float(self._suspicion[at])) for at in some]
+        lines = [self.line(at, float(self.suspicion[at])) for at in some]
         return {"total": len(self._ranks), "samples": lines}
 
     def _forget(self, given: Given) -> Json:
@@ -323,12 +319,29 @@ class Explorer:
         )
         return found
 
-    def _labeled(self, label: str, given: Given) -> NDArray[np.bool_]:
+    def _restricted(self, amounts: Array, given: Given) -> Array:
+        """The same, but nothing of samples that are not asked about."""
+        return np.where(self._chosen(given), amounts, 0.0)
+
+    def _chosen(self, given: Given) -> NDArray[np.bool_]:
+        """(samples,): which are asked about: all, or those of one label."""
+        label, known = given.text("label", ""), self._members(given)
+        if not label:
+            return np.ones(len(self.run.source.ids), dtype=bool)
         chosen = np.zeros(len(self.run.source.ids), dtype=bool)
-        for known, members in self._members(given).items():
-            if str(known) == label:
-                chosen[members] = True
+        for value, members in known.items():
+            chosen[members] = str(value) == label
+        if not chosen.any():
+            some = ", ".join([*map(str, list(known)[:8]), *(["…"] if len(known) > 8 else [])])
+            raise ReadingError(f"label='{shorten(label, 40)}'; there are {some}.")
         return chosen
+
+    def _only(self, found: Found, given: Given) -> list[str]:
+        """What the amounts are restricted to, a sentence each."""
+        label, by = given.text("label", ""), given.text("by", "label")
+        span = given.span(self._bins(found))
+        learned = ["Only what was learned in the chosen part of training."] if span else []
+        return learned + ([f"Only samples whose {by} is {shorten(label, 40)}."] if label else [])
 
     def line(self, at: int, value: float = 0.0) -> Json:
         """What to show of a training sample, by its place, and its amount."""
@@ -351,14 +364,15 @@ class Explorer:
         return row_errors(self.run.source, self.run.layers[-1])
 
     @cached_property
-    def _suspicion(self) -> Array:
+    def suspicion(self) -> Array:
+        """(samples,): how suspicious each is, in the order of the ids."""
         values: Array = self.run.suspicion().values[:, 0]
         return values
 
     @cached_property
     def _ranks(self) -> NDArray[np.int64]:
         """The samples, the most suspicious first."""
-        return np.argsort(-self._suspicion, kind="stable")
+        return np.argsort(-self.suspicion, kind="stable")
 
 
 def _asked(question: Question) -> str:
