@@ -180,11 +180,13 @@ export class CarriedSource implements Source {
   private forget(params: Params): Forgotten {
     const ids = Array.isArray(params.id) ? params.id : [params.id ?? ""]
     const answer = this.kept(params)
-    const before = answer.outputs.slice().sort((a, b) => a.output - b.output)
-    const after = before.map(({ output, value }) => ({
-      output,
-      value: value - (this.removed({ ...params, output }, ids) ?? 0),
-    }))
+    const lost = (output: number) => this.removed({ ...params, output }, ids)
+    if (lost(answer.output) === null)
+      throw new Refusal(`This report does not carry what each sample added here. ${LIVE}`)
+    const before = answer.outputs
+      .filter(({ output }) => lost(output) !== null)
+      .sort((a, b) => a.output - b.output)
+    const after = before.map(({ output, value }) => ({ output, value: value - lost(output)! }))
     const value = valueOf(before, answer.output)
     const retrained = this.removed({ ...params, ask: "removed", layer: null }, ids)
     return {
