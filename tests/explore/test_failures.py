@@ -142,6 +142,19 @@ def test_view_prints_its_address(tmp_path: Path) -> None:
         process.communicate(timeout=20)
 
 
+@pytest.mark.parametrize("given", [{}, {"port": 0}])
+def test_in_a_notebook_a_port_means_a_server(
+    given: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[object] = []
+    monkeypatch.setattr("dualform.explore.show._in_notebook", lambda: True)
+    monkeypatch.setattr("dualform.explore.server.serve", lambda *told: served.append(told[1:]))
+    run, model, x = tiny_run()
+    widget = dualform.view(run, model, x[:1], browser=False, **given)
+    assert served == ([("127.0.0.1", 0, False)] if given else [])
+    assert (widget is None) == bool(given)
+
+
 def test_view_listens_where_it_is_told() -> None:
     run, model, x = tiny_run()
     with pytest.raises(DualformError, match=r"cannot listen on 192\.0\.2\.1 port 80"):

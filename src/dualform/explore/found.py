@@ -176,7 +176,7 @@ class Reader:
         own = dict(self.exhibit.model.named_parameters())
         kept = self.exhibit.run.forget(ids)
         weights = {name: weight.to(own[name]) for name, weight in kept.items() if name in own}
-        place = -1 if found.question.ask in ("layer", "keys") else found.question.place or 0
+        place = found.question.place if found.shared else -1
         before, after = (self.exhibit.outputs(subject.x, w)[place] for w in (None, weights))
         return before.numpy(), after.numpy()
 

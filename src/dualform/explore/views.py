@@ -265,7 +265,8 @@ class Explorer:
         before = float(found.outputs[found.question.output or 0])
         lost, retrained = self._lost(found, ids), None
         if given.text("estimate", "") == "1" or found.question.ask == "removed":
-            asked = given.without("layer", "place", "at", "span") | {"ask": "removed"}
+            own = () if found.shared else ("place",)
+            asked = given.without("layer", "at", "span", *own) | {"ask": "removed"}
             estimated = self.found(Given(asked))
             output = estimated.question.output or 0
             retrained = float(estimated.outputs[output]) - self._lost(estimated, ids)
