@@ -111,6 +111,26 @@ def test_a_notebook_s_own_rules_do_not_reach_it(lab: Visit) -> None:
     assert set(lab.page.locator(".dualform ul").evaluate_all(markers)) == {"none"}
 
 
+SHORTCUTS = """
+document.addEventListener("keydown", (event) => {
+  const left = event.target.hasAttribute("data-lm-suppress-shortcuts")
+  if (!left) document.title += event.key
+}, true)
+"""
+"""As JupyterLab listens: before the page does, but not where an element asks it not to."""
+
+
+def test_keys_are_its_own(lab: Visit) -> None:
+    """Two d on one of its buttons would delete the notebook's cell; Ctrl+S still saves it."""
+    lab.page.evaluate(SHORTCUTS)
+    lab.page.locator(".card .open").first.focus()
+    lab.page.keyboard.press("d")
+    lab.page.keyboard.press("d")
+    assert lab.page.title() == ""
+    lab.page.keyboard.press("Control+s")
+    assert lab.page.title() == "Controls"
+
+
 def test_in_a_notebook_the_tray_is_seen_where_samples_are_ticked(lab: Visit) -> None:
     first = lab.page.locator("[data-testid^=tick-]").first
     first.check()
