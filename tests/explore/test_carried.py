@@ -57,10 +57,26 @@ def choose(control: Locator) -> None:
     ],
 )
 def test_nothing_that_can_be_chosen_is_missing(visit: Visit, state: str) -> None:
+    assert try_everything(visit, state) > 0
+
+
+@pytest.mark.parametrize("kind", ["speech", "patches", "training samples"])
+def test_nor_of_positions_and_training_samples(
+    browser: Browser, kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    exhibit = request.getfixturevalue("words" if kind == "training samples" else kind)
+    exhibit = Exhibit(exhibit.run) if kind == "training samples" else exhibit
+    chosen = None if kind == "training samples" else ["0", "1"]
+    page = write_report(exhibit, tmp_path / "report.html", chosen)
+    with visiting(browser, page.as_uri(), offline=True) as visit:
+        assert try_everything(visit, "/query") > 10
+
+
+def try_everything(visit: Visit, state: str) -> int:
+    """Chooses all that a state offers, one after the other; gives how much that was."""
     visit.settle(state)
     expect(visit.at("error")).to_have_count(0)
     count = visit.page.locator(CHOICES).count()
-    assert count > 0
     for at in range(count):
         control = visit.page.locator(CHOICES).nth(at)
         name = control.evaluate("one => one.outerHTML")[:200]
@@ -68,6 +84,7 @@ def test_nothing_that_can_be_chosen_is_missing(visit: Visit, state: str) -> None
         expect(visit.page.locator("[aria-busy=true], [data-testid=progress]")).to_have_count(0)
         assert visit.at("error").count() == 0, name
         visit.go(state)
+    return count
 
 
 def test_outputs_that_are_not_carried_cannot_be_asked(visit: Visit) -> None:
