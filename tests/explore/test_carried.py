@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, expect
-from tests.explore.visits import Visit, eventually, visiting
+from tests.explore.visits import Visit, eventually, serving, visiting
 
 from dualform.explore import Exhibit, Explorer, write_report
 from dualform.read.progress import watched
 
 ROOM = 3
 """For how many answers of the digits there is room for amounts by sample and time."""
-CHOICES = "main :is(button, a[href], input[type=radio], option):enabled"
+CHOICES = (  # of cards, which are alike, the first
+    "main :is(button, a[href]:not(.twin, [download]), input[type=radio], option)"
+    ":not(:disabled, li:nth-child(n + 3) .frame, .card:not(:first-child) *)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,27 @@ def test_nor_of_positions_and_training_samples(
     page = write_report(exhibit, tmp_path / "report.html", chosen)
     with visiting(browser, page.as_uri(), offline=True) as visit:
         assert try_everything(visit, "/query") > 10
+
+
+@pytest.fixture(scope="module")
+def address(digits: Exhibit, patches: Exhibit, words: Exhibit, speech: Exhibit) -> Iterator[str]:
+    """A server of four runs: it has everything, so that nothing it offers may be refused."""
+    with serving([Explorer(exhibit) for exhibit in (digits, patches, words, speech)]) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "/query?span=0-1&label=3",
+        "/query?run=1&layer=0&at=3",
+        "/query?run=2&layer=mix&place=4",
+        "/query?run=3&ask=network&place=2",
+    ],
+)
+def test_a_server_answers_all_it_offers(browser: Browser, address: str, state: str) -> None:
+    with visiting(browser, address) as visit:
+        assert try_everything(visit, state) > 10
 
 
 def try_everything(visit: Visit, state: str) -> int:
