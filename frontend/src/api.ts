@@ -124,6 +124,8 @@ export interface Answer {
   groups: Group[]
   places: number
   place: number | null
+  /** The positions are the model's own: the whole network can be asked at the same one. */
+  shared: boolean
   marks: number[] | null
   tokens?: string[] | null
 }
@@ -211,6 +213,8 @@ export interface Book {
 export interface Books {
   remainder: number | null
   coverage: number
+  /** Whether rounding can be all that is missing; empty where little is. */
+  verdict: string
   bytes: number
   books: Book[]
 }
@@ -236,8 +240,9 @@ export type Path = keyof Answers
 export interface Carried {
   run: RunFacts
   books: Books
-  suspects: Suspects
   ids: Id[]
+  /** Of every sample, in the order of the ids: base64 of little-endian float32. */
+  suspicion: string
   /** One value a sample, in the order of the ids. */
   columns: Record<string, (Id | null)[]>
   previews: Record<string, Preview>

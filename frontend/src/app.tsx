@@ -5,10 +5,12 @@ import {
   useLayoutEffect,
   useMemo,
   useReducer,
+  useRef,
   useState,
 } from "preact/hooks"
 import type { RunFacts } from "./api.ts"
 import { ExplorerContext, paneOf, PaneContext, useExplorer } from "./context.ts"
+import { useFocusKept } from "./focus.ts"
 import { sentence } from "./load.ts"
 import { count } from "./numbers.ts"
 import { Header } from "./parts/Header.tsx"
@@ -58,14 +60,22 @@ export function App({ route, open, onState }: Props) {
         Skip to the evidence
       </a>
       <Header />
-      <main id="main" tabIndex={-1}>
-        <MainPane>
-          <CurrentPage />
-          <Tray />
-        </MainPane>
-      </main>
+      <Main />
       <Footer />
     </ExplorerContext.Provider>
+  )
+}
+
+function Main() {
+  const main = useRef<HTMLElement>(null)
+  useFocusKept(main)
+  return (
+    <main id="main" tabIndex={-1} ref={main}>
+      <MainPane>
+        <CurrentPage />
+        <Tray />
+      </MainPane>
+    </main>
   )
 }
 

@@ -13,8 +13,16 @@ export function suits(query: string, ask: Ask): boolean {
   return !query.startsWith("sample:") || ask === "layer" || ask === "keys"
 }
 
-/** Questions about the last layer and about the model share their outputs. */
-export function toAsk(asked: Asked, ask: Ask): Asked {
+/** The same question without restrictions, about the output that comes first. */
+export function wholly(asked: Asked): Asked {
+  return { ...asked, ...WIDE, span: null, by: null, label: null }
+}
+
+/**
+ * Questions about the last layer and about the model share their outputs, and their positions where
+ * `shared` says so.
+ */
+export function toAsk(asked: Asked, ask: Ask, shared: boolean): Asked {
   const inside = ask === "layer" || ask === "keys"
   const layer = inside ? asked.layer : null
   const output = asked.layer === null || asked.layer === layer ? asked.output : null
@@ -23,8 +31,8 @@ export function toAsk(asked: Asked, ask: Ask): Asked {
     ask,
     layer,
     output,
-    place: inside ? asked.place : null,
-    span: ask === "removed" ? null : asked.span,
+    place: shared || (inside && layer === asked.layer) ? asked.place : null,
+    span: ask === "removed" || ask === "keys" ? null : asked.span,
     at: ask === "layer" ? asked.at : null,
   }
 }

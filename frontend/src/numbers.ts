@@ -1,4 +1,4 @@
-// Numbers as a page shows them: signed, alike in one place. The same rules as explore/amounts.py.
+// Numbers as a page shows them: signed, alike in one place.
 
 export const MINUS = "\u2212"
 
@@ -34,9 +34,16 @@ export class Scale {
 
   private write(size: number): string {
     const vanishes = size !== 0 && size < 0.5 * 10 ** -this.decimals
-    if (vanishes) return power(size, 0)
+    if (vanishes) return oneDigit(size)
     return this.plainly ? thousands(size.toFixed(this.decimals)) : power(size, this.digits - 1)
   }
+}
+
+/** What other decimals would round to zero: 0.06, and powers of ten from 8e−5 down. */
+function oneDigit(size: number): string {
+  const rounded = power(size, 0)
+  const decimals = Math.max(0, -Math.floor(Math.log10(Number(size.toExponential(0)))))
+  return decimals > 4 ? rounded : size.toFixed(decimals)
 }
 
 /** 1234567 → 1,234,567. */

@@ -17,6 +17,20 @@ function modelHome(model: Model): Home {
   }
 }
 
+/**
+ * Keeps JupyterLab's shortcuts of plain keys away from what has the focus here: two d on a button would
+ * delete the cell. It asks the focused element, before any listener inside the page is told.
+ */
+function ownKeys(el: HTMLElement): () => void {
+  const mark = (event: KeyboardEvent) => {
+    const { target, ctrlKey, metaKey, altKey } = event
+    if (target instanceof Element && el.contains(target))
+      target.toggleAttribute("data-lm-suppress-shortcuts", !ctrlKey && !metaKey && !altKey)
+  }
+  addEventListener("keydown", mark, true)
+  return () => removeEventListener("keydown", mark, true)
+}
+
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const sources: KernelSource[] = []
   const open = (run: number) => {
@@ -24,6 +38,8 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
     sources.push(source)
     return source
   }
+  el.classList.add("in-notebook")
+  const release = ownKeys(el)
   let selected = ""
   const unmount = mount(el, {
     route: new Route(modelHome(model)),
@@ -36,6 +52,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
     },
   })
   return () => {
+    release()
     unmount()
     for (const source of sources) source.close()
   }

@@ -51,3 +51,12 @@ test("a long id keeps its ends", () => {
   assert.equal(brief("a".repeat(24)), "a".repeat(24))
   assert.equal(brief("/data/shard-00019/image-000019129.jpeg"), "/data/sh…-000019129.jpeg")
 })
+
+test("a small amount beside a large one is written out", () => {
+  const scale = new Scale([107.2, 0.0612])
+  assert.equal(scale.signed(107.2), "+107")
+  assert.equal(scale.signed(0.0612), "+0.06")
+  assert.equal(scale.signed(-0.4), "−0.4")
+  assert.equal(scale.plain(0.00096), "0.001")
+  assert.equal(scale.plain(0.00004), "4e−5")
+})

@@ -104,6 +104,39 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
     return Exhibit(run, model, tokens[50:], queries[50:], encode)
 
 
+class Speaker(nn.Module):
+    """Says of each word which one comes next: outputs have a place in the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(len(WORDS), 8)
+        self.mix = nn.Linear(8, 8)
+        self.head = nn.Linear(8, len(WORDS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.mix(self.table(tokens)).tanh().cumsum(1))
+
+
+@pytest.fixture(scope="session")
+def speech(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
+    """A language model of six words a sample."""
+    torch.manual_seed(0)
+    tokens = torch.randint(len(WORDS), (40, 7))
+    texts = [" ".join(WORDS[token] for token in sample[:-1]) for sample in tokens]
+    model, path = Speaker(), tmp_path_factory.mktemp("runs") / "speech"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with dualform.record(model, optimizer, path) as recorder:
+        recorder.describe(range(30), previews=texts[:30])
+        for _ in range(3):
+            recorder.samples(range(30))
+            said = model(tokens[:30, :-1])
+            F.cross_entropy(said.flatten(0, 1), tokens[:30, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    queries = [Query(text, None, Preview("text", text)) for text in texts[30:]]
+    return Exhibit(dualform.open(path), model.eval(), tokens[30:, :-1], queries, encode)
+
+
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """The browser of this machine; without one these tests fail and say how to get it."""

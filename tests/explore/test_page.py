@@ -20,7 +20,6 @@ from torch import nn
 
 import dualform
 from dualform.explore import Exhibit, Explorer, Query, write_report
-from dualform.explore.page import asset
 from dualform.read.progress import LateProgress
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -357,48 +356,6 @@ def test_what_strangers_wrote_is_text(
             visit.go("/suspects")
             expect(visit.at("suspect-list")).to_contain_text(HOSTILE)
             assert visit.page.locator("img").count() == 0
-
-
-WIDGET = """
-async ([source, style]) => {
-  const sheet = new CSSStyleSheet()
-  sheet.replaceSync(style)
-  document.adoptedStyleSheets = [sheet]
-  const listeners = {}
-  const values = {state: "", selection: []}
-  window.model = {
-    values,
-    get: (name) => values[name],
-    set: (name, value) => { values[name] = value },
-    save_changes: () => {},
-    on: (event, callback) => { (listeners[event] ??= []).push(callback) },
-    off: () => {},
-    send: async ({id, path, params}) => {
-      const answer = await window.kernel(path, params)
-      for (const callback of listeners["msg:custom"]) callback({id, ...answer})
-    },
-  }
-  const widget = await import("data:text/javascript;base64," + source)
-  const el = document.body.appendChild(document.createElement("div"))
-  widget.default.render({model: window.model, el})
-}
-"""
-
-
-def test_in_a_notebook_it_asks_the_kernel(browser: Browser, digits: Exhibit) -> None:
-    explorer = Explorer(digits)
-    with visiting(browser, "about:blank") as visit:
-        visit.page.goto("about:blank")
-        visit.page.expose_function("kernel", lambda *asked: {"result": explorer.view(*asked)})
-        script = base64.b64encode(asset("widget.js").encode()).decode()
-        visit.page.evaluate(WIDGET, [script, asset("widget.css")])
-        answer = explorer.view("answer", {"query": "0"})
-        eventually(lambda: visit.evidence("for"), amounts(answer, "for"))
-        first = str(answer["sides"]["for"]["samples"][0]["id"])
-        visit.at(f"tick-{first}").check()
-        eventually(lambda: visit.page.evaluate("model.values.selection"), [first])
-        assert f"tick={first}" in visit.page.evaluate("model.values.state")
-        assert visit.page.url == "about:blank"
 
 
 def test_a_run_without_steps_says_so(browser: Browser, tmp_path: Path) -> None:

@@ -244,4 +244,4 @@ def test_a_port_in_use_is_said(served: Served, digits: Exhibit, folder: Path) ->
     )
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
-    assert "give another --port" in result.stderr
+    assert "give another port" in result.stderr

@@ -115,9 +115,11 @@ def visiting(browser: Browser, home: str, **context: Any) -> Iterator[Visit]:
     page.on("pageerror", lambda error: visit.complaints.append(str(error)))
     page.on("console", lambda message: visit.complaints.append(message.text))
     page.on("dialog", lambda dialog: visit.complaints.append(f"dialog: {dialog.message}"))
-    yield visit
-    visit.check()
-    opened.close()
+    try:
+        yield visit
+        visit.check()
+    finally:
+        opened.close()
 
 
 @contextmanager
@@ -129,6 +131,8 @@ def serving(explorers: list[Explorer]) -> Iterator[str]:
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
-    server.should_exit = server.force_exit = True
-    thread.join()
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/"
+    finally:  # or a test that fails never ends
+        server.should_exit = server.force_exit = True
+        thread.join()

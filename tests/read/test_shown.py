@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from IPython.core.formatters import DisplayFormatter
 from rich.console import Console
 from torch import nn
 
@@ -101,3 +104,23 @@ def test_long_labels_of_a_plot_are_shortened() -> None:
     labels = {0: "a label that goes on and on", 1: "cat"}
     axes = Scores([0, 1], np.ones((2, 1)), ["q"], None, labels).plot()
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["a label that go…", "cat"]
+
+
+def test_in_a_notebook_a_result_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell's result is its text and its HTML; nothing is displayed while they are made."""
+
+    class ZMQInteractiveShell:
+        """What rich takes for a notebook, by its name."""
+
+    displayed: list[object] = []
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    monkeypatch.setattr("IPython.display.display", displayed.append)
+    run, model, x = tiny_run()
+    for result in (run, run.audit(), run.spotlight(model, x[:1])["2"].top(3)):
+        shown, _ = DisplayFormatter().format(result)
+        assert displayed == []
+        assert set(shown) == {"text/plain", "text/html"}
+        assert shown["text/plain"] == repr(result)
+        assert "│" in shown["text/plain"]
+        assert shown["text/html"].startswith("<pre")
+        assert "│" in shown["text/html"]

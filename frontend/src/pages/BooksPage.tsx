@@ -4,6 +4,7 @@ import { useGet } from "../load.ts"
 import { bytes, count, tiny } from "../numbers.ts"
 import { Figure } from "../parts/Amount.tsx"
 import { Waiting } from "../parts/Waiting.tsx"
+import { Words } from "../parts/Words.tsx"
 
 /** The audit: do the books balance, what do they cover, how finely, and what do they weigh? */
 export function BooksPage() {
@@ -72,6 +73,11 @@ function Audit({ books }: { books: Books }) {
           </dd>
         </div>
       </dl>
+      {books.verdict && (
+        <p class="verdict" data-testid="books-verdict">
+          <Words text={`Of the remainder: ${books.verdict}.`} />
+        </p>
+      )}
       <div class="scrolls" tabIndex={0} role="region" aria-label="The books">
         <table class="books">
           <caption class="hidden">The books, one a parameter</caption>
@@ -103,7 +109,11 @@ function Row({ book }: { book: Book }) {
       </td>
       <td>
         {book.granularity}
-        {book.reason && <span class="small reason">{book.reason}</span>}
+        {book.reason && (
+          <span class="small reason">
+            <Words text={book.reason} />
+          </span>
+        )}
       </td>
       <td>
         <Figure value={book.remainder} text={tiny(book.remainder)} />

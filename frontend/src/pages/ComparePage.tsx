@@ -11,8 +11,9 @@ import { Opened } from "../parts/Opened.tsx"
 import { Outputs } from "../parts/Outputs.tsx"
 import { QueryFigure, Verdict } from "../parts/QueryFigure.tsx"
 import { Waiting } from "../parts/Waiting.tsx"
+import { Wholly } from "../parts/Wholly.tsx"
 import { When } from "../parts/When.tsx"
-import { paramsOf, type Which } from "../state.ts"
+import { type Asked, paramsOf, type Which } from "../state.ts"
 
 /** Two questions side by side: two queries, two layers, two runs. */
 export function ComparePage() {
@@ -44,7 +45,9 @@ function OnePane({ which, name }: { which: Which; name: string }) {
 
 function Choices() {
   const { runs } = useExplorer()
-  const { asked, ask, run } = usePane()
+  const { asked, ask, run, source } = usePane()
+  const carried = (next: Asked) => source.carries("answer", paramsOf(next))
+  const question = (next: Ask) => toAsk(asked, next, false)
   const inside = asked.ask === "layer" || asked.ask === "keys"
   const last = run.layers.at(-1)?.name ?? ""
   return (
@@ -61,9 +64,9 @@ function Choices() {
         </Choice>
       )}
       {run.carried ? <QueryChoice /> : <QueryNumber />}
-      <Choice label="Question" value={asked.ask} onChoose={(v) => ask(toAsk(asked, v as Ask))}>
+      <Choice label="Question" value={asked.ask} onChoose={(v) => ask(question(v as Ask))}>
         {run.questions.map((one) => (
-          <option value={one.ask} disabled={!one.available}>
+          <option value={one.ask} disabled={!one.available || !carried(question(one.ask))}>
             {one.title}
           </option>
         ))}
@@ -74,8 +77,10 @@ function Choices() {
           value={asked.layer ?? last}
           onChoose={(v) => ask(toLayer(asked, v, asked.ask))}
         >
-          {run.layers.map((one) => (
-            <option value={one.name}>{one.name}</option>
+          {run.layers.map(({ name }) => (
+            <option value={name} disabled={!carried(toLayer(asked, name, asked.ask))}>
+              {name}
+            </option>
           ))}
         </Choice>
       )}
@@ -145,11 +150,12 @@ function QueryNumber() {
 
 function PaneAnswer() {
   const { asked, source } = usePane()
-  const loaded = useGet(source, "answer", { ...paramsOf(asked), label: null })
+  const loaded = useGet(source, "answer", paramsOf(asked))
   const answer = loaded.value
   return (
     <>
       <Waiting of={loaded} doing="Reading the evidence" />
+      {loaded.failed !== null && <Wholly />}
       {answer && loaded.failed === null && (
         <div class={loaded.busy ? "stale" : ""} aria-busy={loaded.busy}>
           <div class="opening">

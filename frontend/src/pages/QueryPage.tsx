@@ -15,22 +15,28 @@ import { Questions } from "../parts/Questions.tsx"
 import { Through } from "../parts/Through.tsx"
 import { Waiting } from "../parts/Waiting.tsx"
 import { When } from "../parts/When.tsx"
+import { Wholly } from "../parts/Wholly.tsx"
+import { Words } from "../parts/Words.tsx"
+
+const NOTHING_GIVEN =
+  "There is no prediction to show yet: give one above, or open a sample from the suspects."
+const NOTHING_COMMITTED =
+  "No step of this run is committed yet. While it is recorded, `recorder.checkpoint()` commits all steps so far; then open it again."
 
 /** A prediction, and what it is made of. */
 export function QueryPage() {
   const { asked, run, source } = usePane()
   const nothing = asked.query === ""
-  const loaded = useGet(source, nothing ? null : "answer", { ...paramsOf(asked), label: null })
+  const loaded = useGet(source, nothing ? null : "answer", paramsOf(asked))
   const answer = loaded.value
   return (
     <>
       <Gallery />
       <Waiting of={loaded} doing="Reading the evidence" />
+      {loaded.failed !== null && <Wholly />}
       {nothing && (
         <p class="notice">
-          {run.steps
-            ? "There is no prediction to show yet: give one above, or open a sample from the suspects."
-            : "No step of this run is committed yet. Open it again once its training is under way."}
+          <Words text={run.steps ? NOTHING_GIVEN : NOTHING_COMMITTED} />
         </p>
       )}
       {answer && loaded.failed === null && (
@@ -44,14 +50,14 @@ export function QueryPage() {
             <Outputs answer={answer} />
           </aside>
           <div class="answer">
-            <Questions />
+            <Questions answer={answer} />
             <Through />
             <Check answer={answer} />
             <Filters />
             <EvidenceSides answer={answer} />
             <div class="pair">
               <When answer={answer} />
-              <Layers />
+              <Layers answer={answer} />
             </div>
             <Groups answer={answer} />
           </div>

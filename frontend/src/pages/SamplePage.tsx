@@ -1,7 +1,7 @@
 import type { Effect, SampleFacts } from "../api.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
-import { toQuery } from "../moves.ts"
+import { toQuery, wholly } from "../moves.ts"
 import { count, Scale } from "../numbers.ts"
 import { Amount, Bar, Figure } from "../parts/Amount.tsx"
 import { Tick } from "../parts/Card.tsx"
@@ -10,6 +10,7 @@ import { History } from "../parts/History.tsx"
 import { Picture } from "../parts/Picture.tsx"
 import { Section } from "../parts/Section.tsx"
 import { Waiting } from "../parts/Waiting.tsx"
+import { paramsOf } from "../state.ts"
 import { plural, sampleName } from "../words.ts"
 
 /** A training sample: which predictions it helps and hurts, and its history. */
@@ -28,6 +29,7 @@ export function SamplePage({ id }: { id: string }) {
 function Facts({ facts }: { facts: SampleFacts }) {
   const { asked, source, run } = usePane()
   const twin = { source, path: "sample", params: { id: facts.id } }
+  const itself = wholly(toQuery(asked, facts.query))
   return (
     <div class="prediction" data-testid="sample">
       <aside class="query" aria-label="The sample">
@@ -51,11 +53,13 @@ function Facts({ facts }: { facts: SampleFacts }) {
         <p class="ticking">
           <Tick id={String(facts.id)} name={sampleName(facts.id, facts.label)} /> Forget it
         </p>
-        <p class="links">
-          <Go to={{ page: "query", asked: toQuery(asked, facts.query) }} testid="as-query">
-            What is its own prediction made of?
-          </Go>
-        </p>
+        {source.carries("answer", paramsOf(itself)) && (
+          <p class="links">
+            <Go to={{ page: "query", asked: itself }} testid="as-query">
+              What is its own prediction made of?
+            </Go>
+          </p>
+        )}
       </aside>
       <div class="answer">
         <Section title="Its history" twin={twin} testid="history">
@@ -98,12 +102,17 @@ function Effects({ title, effects, of, testid }: EffectsProps) {
 }
 
 function OneEffect({ effect, scale }: { effect: Effect; scale: Scale }) {
-  const { asked } = usePane()
+  const { asked, source } = usePane()
   const { state } = useExplorer()
   const { query, output, value } = effect
-  const target = { ...toQuery(asked, query.query), layer: null, output }
-  return (
-    <Go class="effect" to={{ ...state, page: "query", asked: target }}>
+  const target = {
+    ...wholly(toQuery(asked, query.query)),
+    ask: "layer" as const,
+    layer: null,
+    output,
+  }
+  const shown = (
+    <>
       <Picture preview={query.preview} />
       <span class="name">
         {query.title}
@@ -111,6 +120,12 @@ function OneEffect({ effect, scale }: { effect: Effect; scale: Scale }) {
       </span>
       <Bar share={scale.share(value)} both={false} />
       <Amount value={value} scale={scale} />
+    </>
+  )
+  if (!source.carries("answer", paramsOf(target))) return <span class="effect">{shown}</span>
+  return (
+    <Go class="effect" to={{ ...state, page: "query", asked: target }}>
+      {shown}
     </Go>
   )
 }

@@ -1,3 +1,4 @@
+import type { ComponentChildren } from "preact"
 import { useCallback } from "preact/hooks"
 import type { Evidence, Suspects } from "../api.ts"
 import { usePane } from "../context.ts"
@@ -59,6 +60,11 @@ export function SuspectsPage() {
   )
 }
 
+/** In place of a link to a page that is not carried. */
+function Still({ class: style, children }: { class: string; children: ComponentChildren }) {
+  return <span class={style}>{children}</span>
+}
+
 interface RowProps {
   index: number
   sample: Evidence | undefined
@@ -66,11 +72,13 @@ interface RowProps {
 }
 
 function Row({ index, sample, scale }: RowProps) {
+  const { source } = usePane()
   if (!sample) return <span class="small">Reading sample {index + 1}…</span>
   const { id, label, value, preview } = sample
+  const Open = source.carries("sample", { id }) ? Go : Still
   return (
     <article class="card row" data-testid={`suspect-${id}`}>
-      <Go class="open" to={{ page: "sample", sample: String(id) }}>
+      <Open class="open" to={{ page: "sample", sample: String(id) }}>
         <span class="small rank">{count(index + 1)}</span>
         <Picture preview={preview} />
         <span class="caption">
@@ -83,7 +91,7 @@ function Row({ index, sample, scale }: RowProps) {
           <span style={{ width: `${100 * Math.max(0, scale.share(value))}%` }} />
         </span>
         <Figure value={value} text={scale.plain(value)} />
-      </Go>
+      </Open>
       <Tick id={String(id)} name={sampleName(id, label)} />
     </article>
   )

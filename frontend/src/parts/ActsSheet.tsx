@@ -22,14 +22,16 @@ export function ActsSheet({ id }: { id: string }) {
     <Sheet title={`Sample ${id}`} onClose={() => go({ acting: null })} testid="acts">
       <Waiting of={loaded} doing={`Reading sample ${id}`} />
       {acts && String(acts.id) === id && <Where acts={acts} />}
-      <p class="links">
-        <Go
-          to={{ ...state, page: "sample", sample: id, acting: null, all: null }}
-          testid="to-sample"
-        >
-          Its own page
-        </Go>
-      </p>
+      {source.carries("sample", { id }) && (
+        <p class="links">
+          <Go
+            to={{ ...state, page: "sample", sample: id, acting: null, all: null }}
+            testid="to-sample"
+          >
+            Its own page
+          </Go>
+        </p>
+      )}
     </Sheet>
   )
 }

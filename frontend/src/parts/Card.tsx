@@ -2,6 +2,7 @@ import type { Evidence } from "../api.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { tick } from "../moves.ts"
 import type { Scale } from "../numbers.ts"
+import { paramsOf } from "../state.ts"
 import { brief, sampleName } from "../words.ts"
 import { Amount, Bar } from "./Amount.tsx"
 import { Highlighted } from "./Picture.tsx"
@@ -16,7 +17,7 @@ interface Props {
 /** A training sample as evidence; opened, it shows where and when it acts. */
 export function Card({ evidence, scale, row = false }: Props) {
   const { go } = useExplorer()
-  const { which } = usePane()
+  const { asked, source, which } = usePane()
   const { id, label, value, preview } = evidence
   const name = sampleName(id, label)
   return (
@@ -24,7 +25,12 @@ export function Card({ evidence, scale, row = false }: Props) {
       class={`card ${preview?.kind ?? "none"} ${row ? "row" : ""}`}
       data-testid={`card-${id}`}
     >
-      <button type="button" class="open" onClick={() => go({ acting: String(id), pane: which })}>
+      <button
+        type="button"
+        class="open"
+        disabled={!source.carries("acts", { ...paramsOf(asked), id })}
+        onClick={() => go({ acting: String(id), pane: which })}
+      >
         {!row && preview && <span class="hidden">Sample {String(id)}: </span>}
         {row || preview ? (
           <Highlighted evidence={evidence} />

@@ -7,9 +7,7 @@ import { plural } from "../words.ts"
 import { Amount } from "./Amount.tsx"
 import { Card } from "./Card.tsx"
 import { Section } from "./Section.tsx"
-import { Waiting } from "./Waiting.tsx"
 
-const SHOWN = 12
 const TITLES: Record<SideName, string> = { for: "For", against: "Against" }
 
 /** The evidence for and against, side by side and drawn to one scale. */
@@ -60,23 +58,18 @@ interface Props {
 function OneSide({ name, side, scale }: Props) {
   const { go } = useExplorer()
   const { asked, source, which } = usePane()
-  const params = { ...paramsOf(asked), side: name, limit: SHOWN }
-  const labeled = useGet(source, asked.label === null ? null : "evidence", params)
-  const samples = asked.label === null ? side.samples : (labeled.value?.samples ?? [])
-  const total = asked.label === null ? side.count : (labeled.value?.total ?? 0)
+  const { samples, count: total } = side
+  const listed = source.carries("evidence", { ...paramsOf(asked), side: name })
   return (
     <div class={`side ${name}`} data-testid={`side-${name}`}>
       <h3>
         {TITLES[name]}{" "}
-        {asked.label === null && (
-          <Amount value={side.sum} scale={new Scale([side.sum])} testid={`sum-${name}`} />
-        )}
+        <Amount value={side.sum} scale={new Scale([side.sum])} testid={`sum-${name}`} />
         <span class="small">
           {plural(total, "sample")}
           {asked.label !== null && ` labeled ${asked.label}`}
         </span>
       </h3>
-      <Waiting of={labeled} doing="Reading the samples of this label" />
       {samples.length ? (
         <div class="cards">
           {samples.map((evidence) => (
@@ -84,9 +77,9 @@ function OneSide({ name, side, scale }: Props) {
           ))}
         </div>
       ) : (
-        !labeled.busy && <p class="small">No training sample is on this side.</p>
+        <p class="small">No training sample is on this side.</p>
       )}
-      {total > samples.length && (
+      {total > samples.length && listed && (
         <button
           type="button"
           class="quiet"

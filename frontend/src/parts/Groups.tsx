@@ -33,20 +33,21 @@ export function Groups({ answer }: { answer: Answer }) {
 
 /** What the samples are grouped by, where more is known of them than a label. */
 function Columns() {
-  const { asked, ask, run } = usePane()
+  const { asked, ask, run, source } = usePane()
   if (run.columns.length < 2) return null
-  const choose = (name: string) =>
-    ask({ ...asked, by: name === "label" ? null : name, label: null })
+  const by = (name: string) => ({ ...asked, by: name === "label" ? null : name, label: null })
   return (
     <label class="small">
       Grouped by{" "}
       <select
         value={asked.by ?? "label"}
-        onChange={(event) => choose(event.currentTarget.value)}
+        onChange={(event) => ask(by(event.currentTarget.value))}
         data-testid="group-by"
       >
         {run.columns.map((name) => (
-          <option value={name}>{name}</option>
+          <option value={name} disabled={!source.carries("answer", paramsOf(by(name)))}>
+            {name}
+          </option>
         ))}
       </select>
     </label>
@@ -95,9 +96,10 @@ function Sums({ groups }: { groups: Group[] }) {
 
 /** Restricts the evidence to a label, or lifts that. */
 function LabelButton({ label }: { label: Id | null }) {
-  const { asked, ask } = usePane()
+  const { asked, ask, source } = usePane()
   if (label === null) return <>all</>
   const chosen = asked.label === String(label)
+  const next = { ...asked, label: chosen ? null : String(label) }
   return (
     <button
       type="button"
@@ -105,7 +107,8 @@ function LabelButton({ label }: { label: Id | null }) {
       aria-pressed={chosen}
       title={String(label)}
       aria-label={`Only evidence ${asked.by ?? "labeled"} ${label}`}
-      onClick={() => ask({ ...asked, label: chosen ? null : String(label) })}
+      disabled={!source.carries("answer", paramsOf(next))}
+      onClick={() => ask(next)}
       data-testid={`label-${label}`}
     >
       {String(label)}

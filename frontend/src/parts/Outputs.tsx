@@ -1,13 +1,17 @@
 import type { Answer } from "../api.ts"
 import { usePane } from "../context.ts"
 import { Scale } from "../numbers.ts"
+import { paramsOf } from "../state.ts"
 import { Amount, Bar } from "./Amount.tsx"
+import { Words } from "./Words.tsx"
 
 /** What the model or the layer says: its largest outputs, any of which can be asked about. */
 export function Outputs({ answer }: { answer: Answer }) {
-  const { asked, ask, run } = usePane()
+  const { asked, ask, run, source } = usePane()
   const scale = new Scale(answer.outputs.map((one) => one.value))
   const last = run.layers.at(-1)?.name
+  const carried = (output: number) => source.carries("answer", paramsOf({ ...asked, output }))
+  const missing = answer.outputs.some(({ output }) => !carried(output))
   const named = run.classes && (answer.layer === null || answer.layer === last)
   return (
     <div
@@ -22,6 +26,7 @@ export function Outputs({ answer }: { answer: Answer }) {
           key={output}
           class="output"
           aria-pressed={output === (asked.output ?? answer.output)}
+          disabled={!carried(output)}
           onClick={() => ask({ ...asked, output })}
           data-testid={`output-${output}`}
         >
@@ -35,6 +40,11 @@ export function Outputs({ answer }: { answer: Answer }) {
           <Amount value={value} scale={scale} plain />
         </button>
       ))}
+      {missing && (
+        <p class="small" data-testid="outputs-missing">
+          <Words text="This report carries the evidence of some outputs. `dualform view` on the run shows it of all." />
+        </p>
+      )}
     </div>
   )
 }

@@ -9,6 +9,8 @@ interface Props {
   amounts: number[]
   chosen: number | null
   onChoose(place: number): void
+  /** Whether a position can be chosen; all can if nothing is said. */
+  offers?(place: number): boolean
   label: string
   tokens?: readonly string[] | null
   grid?: readonly [number, number] | null
@@ -19,7 +21,7 @@ interface Props {
  * Positions to choose from, colored by their amounts: tokens in a line, patches on a grid, or a strip.
  * They are radio buttons, so that a thousand of them are one stop of the tab key.
  */
-export function Places({ amounts, chosen, onChoose, label, tokens, grid, testid }: Props) {
+export function Places({ amounts, chosen, onChoose, offers, label, tokens, grid, testid }: Props) {
   const name = useUnique()
   const scale = new Scale(amounts)
   const kind = tokens ? "tokens" : grid ? "grid" : "strip"
@@ -45,6 +47,7 @@ export function Places({ amounts, chosen, onChoose, label, tokens, grid, testid 
               type="radio"
               name={name}
               checked={place === chosen}
+              disabled={offers && !offers(place)}
               onChange={() => onChoose(place)}
               aria-label={`${where}: ${spoken(scale, amount)}`}
             />

@@ -1,10 +1,11 @@
 import type { Answer } from "../api.ts"
 import { usePane } from "../context.ts"
+import { paramsOf } from "../state.ts"
 import { Stage } from "./Stage.tsx"
 
 /** The query itself; where it has positions, each can be asked about alone. */
 export function QueryFigure({ answer }: { answer: Answer }) {
-  const { asked, ask, run } = usePane()
+  const { asked, ask, run, source } = usePane()
   const { preview, title } = answer.query
   const layer = run.layers.find((one) => one.name === answer.layer)
   return (
@@ -14,6 +15,7 @@ export function QueryFigure({ answer }: { answer: Answer }) {
       amounts={answer.marks}
       chosen={asked.place ?? answer.place}
       onChoose={(place) => ask({ ...asked, place })}
+      offers={(place) => source.carries("answer", paramsOf({ ...asked, place }))}
       label="Positions of the query: choose the one that is asked about"
       tokens={answer.tokens}
       grid={layer?.grid}

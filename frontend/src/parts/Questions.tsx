@@ -1,17 +1,22 @@
-import { usePane } from "../context.ts"
-import { suits, toAsk } from "../moves.ts"
-import type { Question } from "../api.ts"
+import { type Pane, usePane } from "../context.ts"
+import { suits, toAsk, wholly } from "../moves.ts"
+import type { Answer, Question } from "../api.ts"
+import { type Asked, paramsOf } from "../state.ts"
 import { useUnique } from "../unique.ts"
+import { Words } from "./Words.tsx"
 
 const SEEN =
   "A training sample is known as the layers saw it, not as the model was called with it. Give it as a query instead."
 
+const NOT_CARRIED = "This report does not carry it for this query."
+
 /** The four questions; those that cannot be asked of this run say what it would take. */
-export function Questions() {
-  const { asked, ask, run } = usePane()
+export function Questions({ answer }: { answer: Answer }) {
+  const pane = usePane()
+  const { asked, ask, run } = pane
   const name = useUnique()
   const chosen = run.questions.find((question) => question.ask === asked.ask)
-  const questions = run.questions.map((question) => suited(question, asked.query))
+  const questions = run.questions.map((question) => suited(question, pane, answer))
   return (
     <fieldset class="questions" data-testid="questions">
       <legend class="hidden">What is asked</legend>
@@ -23,7 +28,7 @@ export function Questions() {
               name={name}
               checked={question.ask === asked.ask}
               disabled={!question.available}
-              onChange={() => ask(toAsk(asked, question.ask))}
+              onChange={() => ask(moved(question, pane, answer))}
               data-testid={`ask-${question.ask}`}
             />
             <span>{question.title}</span>
@@ -40,10 +45,18 @@ export function Questions() {
   )
 }
 
-/** A question as this query allows it. */
-function suited(question: Question, query: string): Question {
-  if (!question.available || suits(query, question.ask)) return question
-  return { ...question, available: false, why: SEEN }
+/** A question as this query, and what is carried, allow it. */
+function suited(question: Question, pane: Pane, answer: Answer): Question {
+  if (!question.available) return question
+  if (!suits(pane.asked.query, question.ask)) return { ...question, available: false, why: SEEN }
+  const carried = pane.source.carries("answer", paramsOf(moved(question, pane, answer)))
+  return carried ? question : { ...question, available: false, why: NOT_CARRIED }
+}
+
+/** What is asked then: the same as far as that is carried, or else without restrictions. */
+function moved({ ask }: Question, { asked, source }: Pane, answer: Answer): Asked {
+  const next = toAsk(asked, ask, answer.shared)
+  return source.carries("answer", paramsOf(next)) ? next : wholly(next)
 }
 
 /** Why some cannot be asked, each reason once. */
@@ -55,7 +68,7 @@ function Missing({ questions }: { questions: Question[] }) {
         const titles = questions.filter((one) => one.why === why).map((one) => `“${one.title}”`)
         return (
           <p class="small why" data-testid="why">
-            {titles.join(" and ")} cannot be asked here. {why}
+            {titles.join(" and ")} cannot be asked here. <Words text={why} />
           </p>
         )
       })}

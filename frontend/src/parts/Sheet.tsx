@@ -15,8 +15,12 @@ export function Sheet({ title, onClose, children, testid }: Props) {
   const id = useUnique()
   useEffect(() => {
     const element = dialog.current
+    const opener = document.activeElement
     element?.showModal()
-    return () => element?.close()
+    return () => {
+      element?.close()
+      if (opener instanceof HTMLElement) opener.focus({ preventScroll: true })
+    }
   }, [])
   const outside = (event: MouseEvent) => event.target === dialog.current && onClose()
   return (

@@ -9,6 +9,8 @@ interface Props {
   amounts: number[] | null
   chosen: number | null
   onChoose(place: number): void
+  /** Whether a position can be chosen; all can if nothing is said. */
+  offers?(place: number): boolean
   label: string
   tokens?: readonly string[] | null
   grid?: readonly [number, number] | null

@@ -1,4 +1,5 @@
 import type { Loaded } from "../load.ts"
+import { Words } from "./Words.tsx"
 
 interface Props {
   of: Omit<Loaded<unknown>, "value">
@@ -36,7 +37,7 @@ export function Waiting({ of, doing }: Props) {
 export function Failed({ message, again }: { message: string; again?: () => void }) {
   return (
     <p class="notice failed" role="alert" data-testid="error">
-      {message} {again && <Again again={again} />}
+      <Words text={message} /> {again && <Again again={again} />}
     </p>
   )
 }

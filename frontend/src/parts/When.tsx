@@ -9,6 +9,7 @@ import { Timeline } from "./Timeline.tsx"
 export function When({ answer }: { answer: Answer }) {
   const { asked, ask, run, source } = usePane()
   const { span } = asked
+  const brushed = source.carries("answer", paramsOf({ ...asked, span: span ?? [0, 0] }))
   return (
     <Section title="When" testid="when" twin={{ source, path: "answer", params: paramsOf(asked) }}>
       {answer.timeline ? (
@@ -18,7 +19,7 @@ export function When({ answer }: { answer: Answer }) {
             bins={run.bins}
             label="What was learned and unlearned"
             span={span}
-            onSpan={(next) => ask({ ...asked, span: next })}
+            onSpan={brushed ? (next) => ask({ ...asked, span: next }) : undefined}
             testid="timeline"
           />
           <p class="small">
@@ -33,7 +34,7 @@ export function When({ answer }: { answer: Answer }) {
                 All of training
               </button>
             ) : (
-              "Drag over a span to see only what was learned in it."
+              brushed && "Drag over a span to see only what was learned in it."
             )}
           </p>
         </>

@@ -19,7 +19,16 @@ import type {
   SideName,
   Suspects,
 } from "../api.ts"
-import { amounts, type Cells, decode, grouped, type Ranked, ranked, total } from "./cells.ts"
+import {
+  amounts,
+  type Cells,
+  decode,
+  grouped,
+  type Ranked,
+  ranked,
+  timeline,
+  total,
+} from "./cells.ts"
 import { type Params, Refusal, type Source } from "./source.ts"
 
 type Kept = Answer & { cells: string | null }
@@ -38,6 +47,8 @@ const LIVE = "`dualform view` on the run answers everything."
 export class CarriedSource implements Source {
   private readonly carried: Carried
   private readonly rows: Map<string, number>
+  /** All samples, the most suspicious first. */
+  private readonly suspicion: Ranked[]
   private readonly decoded = new Map<string, Cells>()
   private readonly getters: Getters = {
     run: () => this.carried.run,
@@ -56,10 +67,21 @@ export class CarriedSource implements Source {
   constructor(carried: Carried) {
     this.carried = carried
     this.rows = new Map(carried.ids.map((id, row) => [String(id), row]))
+    const { values } = decode(carried.suspicion, carried.ids.length)
+    this.suspicion = Array.from(values, (value, index) => ({ index, value })).sort(
+      (a, b) => b.value - a.value || a.index - b.index,
+    )
   }
 
   link(): null {
     return null
+  }
+
+  carries(path: Path, params: Params): boolean {
+    if (path === "sample") return String(params.id) in this.carried.samples
+    const kept = this.find(params)
+    if (path === "answer" && !restricts(params)) return kept !== undefined
+    return typeof kept?.cells === "string" && params.at == null
   }
 
   async get<P extends Path>(path: P, params: Params): Promise<Answers[P]> {
@@ -79,8 +101,8 @@ export class CarriedSource implements Source {
   }
 
   private suspects(params: Params): Suspects {
-    const { samples } = this.carried.suspects
-    return { total: samples.length, samples: this.pictured(page(samples, params)) }
+    const samples = page(this.suspicion, params).map((one) => this.show(one))
+    return { total: this.suspicion.length, samples }
   }
 
   private sample(params: Params): SampleFacts {
@@ -90,36 +112,49 @@ export class CarriedSource implements Source {
   }
 
   private layers(params: Params): LayerShares {
-    const output = params.output ?? this.first(params).output
+    const first = this.first(params)
+    const output = params.output ?? first.output
     const shares = this.carried.layers[`${params.query}|${output}`]
-    if (shares) return shares
+    if (shares && (params.place == null || Number(params.place) === first.place)) return shares
     throw new Refusal(`This report does not carry the layers' shares of output ${output}. ${LIVE}`)
   }
 
   private answer(params: Params): Answer {
     const { cells: _, ...bare } = this.kept(params)
     const kept = { ...bare, sides: this.illustrated(bare.sides) }
-    const span = spanOf(params)
-    if (params.at !== null && params.at !== undefined)
-      throw new Refusal(`This report does not carry single positions. ${LIVE}`)
-    if (!span) return params.by ? { ...kept, groups: this.groups(params) } : kept
-    const values = this.values(params)
+    if (params.at != null) throw new Refusal(`This report does not carry single positions. ${LIVE}`)
+    if (!restricts(params)) return kept
+    const groups = this.groups(params)
+    const only = restrictions(params)
+    if (only.length === 0) return { ...kept, groups }
+    const values = this.restricted(params)
+    const notes = kept.check ? only : [...only, kept.note]
     return {
       ...kept,
       check: null,
       error: null,
-      note: "Only what was learned in the chosen span; the parts of the sum outside it are left out.",
+      note: notes.join(" "),
       sides: { for: this.side(values, "for"), against: this.side(values, "against") },
-      groups: this.groups(params),
+      timeline: kept.timeline && timeline(this.cells(params), this.chosen(params)),
+      groups,
     }
+  }
+
+  /** The amounts, zero for samples that are not asked about. */
+  private restricted(params: Params): number[] {
+    const chosen = this.chosen(params)
+    return this.values(params).map((value, index) => (chosen(index) ? value : 0))
+  }
+
+  private chosen(params: Params): (index: number) => boolean {
+    if (params.label == null) return () => true
+    const column = this.column(params)
+    return (index) => String(column[index]) === String(params.label)
   }
 
   private evidence(params: Params): EvidenceList {
     const side: SideName = params.side === "against" ? "against" : "for"
-    const label = params.label === null || params.label === undefined ? null : String(params.label)
-    const all = ranked(this.values(params), side).filter(
-      ({ index }) => label === null || String(this.column(params)[index]) === label,
-    )
+    const all = ranked(this.restricted(params), side)
     return { total: all.length, samples: page(all, params).map((one) => this.show(one)) }
   }
 
@@ -253,13 +288,16 @@ export class CarriedSource implements Source {
 
   /** The answer to a question, or to its default output: the first of the largest outputs. */
   private find(params: Params): Kept | undefined {
-    const { query, ask = "layer", output } = params
+    const { query, ask = "layer", output, place } = params
     const layer = params.layer ?? this.layerOf(String(ask))
     const all = Object.values(this.carried.answers).filter(
-      (kept) => kept.query.query === String(query) && kept.ask === ask && kept.layer === layer,
+      (kept) =>
+        kept.query.query === String(query) &&
+        kept.ask === ask &&
+        kept.layer === layer &&
+        (place == null || kept.place === Number(place)),
     )
-    if (output !== null && output !== undefined)
-      return all.find((kept) => kept.output === Number(output))
+    if (output != null) return all.find((kept) => kept.output === Number(output))
     return all.find((kept) => kept.output === kept.outputs[0]?.output) ?? all[0]
   }
 
@@ -277,8 +315,21 @@ export function keyOf(query: string, ask: string, layer: string | null, output: 
   return `${query}|${ask}|${layer ?? ""}|${output}`
 }
 
+/** Whether it takes cells to answer: what is carried as it is has no restrictions. */
+function restricts(params: Params): boolean {
+  return restrictions(params).length > 0 || params.at != null || (params.by ?? "label") !== "label"
+}
+
+/** What an answer is restricted to, a sentence each; the words of the server. */
+function restrictions(params: Params): string[] {
+  const { span, label, by } = params
+  const learned = "Only what was learned in the chosen part of training."
+  const sampled = `Only samples whose ${by ?? "label"} is ${label}.`
+  return [...(span == null ? [] : [learned]), ...(label == null ? [] : [sampled])]
+}
+
 function spanOf(params: Params): [number, number] | null {
-  if (params.span === null || params.span === undefined) return null
+  if (params.span == null) return null
   const [first = 0, last = first] = String(params.span).split("-").map(Number)
   return [first, last]
 }

@@ -34,12 +34,12 @@ export function amounts(cells: Cells, span: [number, number] | null): number[] {
   })
 }
 
-/** One sum a bin, over all samples. */
-export function timeline(cells: Cells): number[] {
+/** One sum a bin, over all samples, or those that are chosen. */
+export function timeline(cells: Cells, chosen: (index: number) => boolean = () => true): number[] {
   const sums = new Array<number>(cells.bins).fill(0)
   cells.values.forEach((value, i) => {
     const bin = i % cells.bins
-    sums[bin] = (sums[bin] ?? 0) + value
+    if (chosen(Math.floor(i / cells.bins))) sums[bin] = (sums[bin] ?? 0) + value
   })
   return sums
 }

@@ -19,6 +19,10 @@ export class HttpSource implements Source {
     this.base = base
   }
 
+  carries(): boolean {
+    return true
+  }
+
   link(path: string, params: Params): string {
     const query = search(params).toString()
     return `${this.base}/${path}${query ? `?${query}` : ""}`
@@ -32,7 +36,7 @@ export class HttpSource implements Source {
       if (line.result !== undefined) return line.result
       options.onProgress?.({ progress: line.progress ?? 0, doing: line.doing ?? "" })
     }
-    throw new Lost("The server closed the connection before it had answered. Ask again.")
+    return broken()
   }
 
   private async fetch(url: string, signal: AbortSignal | undefined): Promise<Response> {
@@ -46,6 +50,10 @@ export class HttpSource implements Source {
       throw new Lost("The server does not answer. Is `dualform view` still running?")
     }
   }
+}
+
+function broken(): never {
+  throw new Lost("The server closed the connection before it had answered.")
 }
 
 async function complaint(response: Response): Promise<string> {
@@ -64,7 +72,7 @@ async function* lines<T>(response: Response): AsyncGenerator<Line<T>> {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader()
   let rest = ""
   for (;;) {
-    const { done, value } = await reader.read()
+    const { done, value } = await reader.read().catch(broken)
     const whole = (rest + (value ?? "")).split("\n")
     rest = done ? "" : (whole.pop() ?? "")
     for (const line of whole) if (line.trim()) yield read<T>(line)

@@ -33,6 +33,10 @@ export class KernelSource implements Source {
     model.on("msg:custom", this.listen)
   }
 
+  carries(): boolean {
+    return true
+  }
+
   link(): null {
     return null
   }

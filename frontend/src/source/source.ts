@@ -16,6 +16,8 @@ export interface Options {
 
 export interface Source {
   get<P extends Path>(path: P, params: Params, options?: Options): Promise<Answers[P]>
+  /** Whether it has an answer to this: a report has some only. */
+  carries(path: Path, params: Params): boolean
   /** Where the same answer can be had as JSON, if it can. */
   link(path: string, params: Params): string | null
 }

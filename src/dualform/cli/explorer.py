@@ -115,10 +115,4 @@ def _serve(exhibits: Sequence[Exhibit], host: str, port: int, browser: bool) -> 
         from dualform.explore.server import serve
     except ImportError as error:
         raise missing(error) from error
-
-    def opened(address: str) -> None:
-        click.echo(f"The explorer is at {address} (stop it with Ctrl+C).")
-        if browser:
-            click.launch(address)
-
-    serve([Explorer(exhibit) for exhibit in exhibits], host, port, opened)
+    serve([Explorer(exhibit) for exhibit in exhibits], host, port, browser)

@@ -102,10 +102,17 @@ def typed_text(text: str) -> Preview:
     return Preview("text", text)
 
 
-def pieces(text: str, count: int) -> list[str] | None:
-    """The text in so many pieces, where words or characters are as many; otherwise None.
+def pieces(preview: Preview | None, count: int) -> list[str] | None:
+    """A text in so many pieces, where words or characters are as many; otherwise None.
 
-    >>> pieces("to be or", 3), pieces("abc", 3), pieces("to be", 7)
-    (['to', 'be', 'or'], ['a', 'b', 'c'], None)
+    Characters are counted in the text itself: what a page shows of it is shorter, and on one line.
+
+    >>> pieces(Preview("text", "to be or"), 3), pieces(Preview("text", "a\\nb"), 3)
+    (['to', 'be', 'or'], ['a', '\\n', 'b'])
+    >>> pieces(Preview("text", "to be"), 7) is None
+    True
     """
+    if preview is None or preview.kind != "text":
+        return None
+    text = str(preview.data)
     return next((list(p) for p in (text.split(), text) if len(p) == count), None)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dualform.errors import ReadingError
+from dualform.errors import DualformError, ReadingError
 from dualform.explore.encoding import Encode, Pixels, decoded_image, typed_text
 from dualform.explore.pictures import picture, shorten
 from dualform.ledger.samples import Label, Preview, SampleId
@@ -268,7 +268,20 @@ class Exhibit:
                 "called with for it; give Exhibit(…, encode=function)."
             )
         title = "your text" if preview.kind == "text" else "your picture"
-        return Subject(name, Query(title, None, preview), self.encode(preview))
+        return Subject(name, Query(title, None, preview), self._encoded(preview))
+
+    def _encoded(self, preview: Preview) -> Any:
+        """What the model is called with; a user's function may fail in any way."""
+        assert self.encode is not None
+        try:
+            return self.encode(preview)
+        except DualformError:
+            raise
+        except Exception as error:
+            raise ReadingError(
+                f"encode cannot make an input of this {preview.kind}: {type(error).__name__}: "
+                f"{error}; give another {preview.kind}, or an encode that takes it."
+            ) from error
 
 
 def logits(output: Any) -> Tensor:

@@ -66,6 +66,8 @@ class Found:
     """Each layer's part, where the whole network was asked."""
     marks: Array | None = None
     """(places,): the output asked about, at each position of the query."""
+    shared: bool = False
+    """Whether those positions are the model's own: then the whole network has the same ones."""
 
     @property
     def nbytes(self) -> int:
@@ -100,8 +102,10 @@ class Reader:
             )
         return answers[question.ask](self.exhibit.subject(question.query), question)
 
-    def reading(self, subject: Subject, question: Question) -> tuple[Reading, Question, Array]:
-        """One output of one layer at one place; what was chosen; and all outputs of the layer."""
+    def reading(
+        self, subject: Subject, question: Question
+    ) -> tuple[Reading, Question, dict[str, Any]]:
+        """One output of one layer at one place; what was chosen; and what the layer gives there."""
         run = self.exhibit.run
         layer = question.layer if question.layer is not None else _last(run.layers)
         if layer not in run.layers:
@@ -111,11 +115,15 @@ class Reader:
             raise ReadingError(f"the model does not use layer '{layer}' for this query.")
         reading = everywhere[layer]
         outputs = reading.queries.outputs
-        place = _checked("place", question.place, len(outputs), int(outputs.amax(1).argmax()))
+        positions = self._positions(subject)
+        usual = usual_places(outputs[None], positions)
+        place = _checked("place", question.place, len(outputs), int(usual))
         one = reading.only([place])
         unit = int(one.directions[0].argmax())
         chosen = replace(question, layer=layer, output=unit, place=place)
-        return one, chosen, outputs.numpy()
+        marks = outputs[:, unit].numpy() if len(outputs) > 1 else None
+        shared = marks is not None and subject.x is not None and len(marks) == positions
+        return one, chosen, {"outputs": outputs[place].numpy(), "marks": marks, "shared": shared}
 
     def places(
         self, question: Question, chosen: Sequence[int], span: tuple[int, int] | None = None
@@ -146,13 +154,14 @@ class Reader:
     def on_queries(self, count: int) -> tuple[Array, NDArray[np.int64]]:
         """(samples, queries) at the last layer, and the output each query has most of.
 
-        Where a query has several places, at the one with most output.
+        Where a query has several places, at its usual one.
         """
         if not count or self.exhibit.model is None:
             return np.zeros((len(self.exhibit.run.ids), 0)), np.zeros(0, dtype=np.int64)
         reading = self.exhibit.run.spotlight(self.exhibit.model, self.exhibit.inputs(count)).last
-        best = reading.queries.outputs.amax(1).reshape(count, -1)
-        chosen = torch.arange(count) * best.shape[1] + best.argmax(1)
+        outputs = reading.queries.outputs.reshape(count, -1, reading.queries.outputs.shape[1])
+        positions = self._positions(self.exhibit.subject("0"))
+        chosen = torch.arange(count) * outputs.shape[1] + usual_places(outputs, positions)
         one_each = reading.only(chosen.tolist())
         return one_each.samples().values, one_each.directions.argmax(1).numpy()
 
@@ -175,7 +184,8 @@ class Reader:
             return True
         if subject.x is None or self.exhibit.model is None:
             return False
-        own = self.exhibit.outputs(subject.x)[-1].numpy()
+        place = found.question.place if found.shared else -1
+        own = self.exhibit.outputs(subject.x)[place].numpy()
         return own.shape == found.outputs.shape and bool(
             np.allclose(own, found.outputs, 1e-4, 1e-5)
         )
@@ -187,27 +197,33 @@ class Reader:
         assert model is not None
         return run.spotlight(model, subject.x, output)
 
+    def _positions(self, subject: Subject) -> int:
+        """How many positions of a query the model, or else its last layer, gives outputs for."""
+        if subject.x is None:
+            return len(self._spotlight(subject, None).last.queries.outputs)
+        try:
+            return len(self.exhibit.outputs(subject.x))
+        except ReadingError:  # its outputs are no classes: layers can still be asked
+            return 1
+
     def _layer(self, subject: Subject, question: Question) -> Found:
-        reading, chosen, outputs = self.reading(subject, question)
+        reading, chosen, there = self.reading(subject, question)
         cells = self._cells(reading.sums(self._grouping(question.at)))
-        marks = outputs[:, chosen.output] if len(outputs) > 1 else None
         if question.at is not None:
             note = f"Only what position {question.at} of the training samples added."
-            return Found(chosen, cells, outputs[chosen.place], note, marks=marks)
+            return Found(chosen, cells, **there, note=note)
         check = reading.checked(cells.sum(keepdims=True)[0])
         note = "Exact: what each training sample added to this output of the layer."
-        parts, missed = _check(check), _missed(check)
-        return Found(chosen, cells, outputs[chosen.place], note, parts, missed, marks=marks)
+        return Found(chosen, cells, **there, note=note, check=_check(check), missed=_missed(check))
 
     def _keys(self, subject: Subject, question: Question) -> Found:
-        reading, chosen, outputs = self.reading(subject, question)
+        reading, chosen, there = self.reading(subject, question)
         scores = reading.keys_only()
-        marks = outputs[:, chosen.output] if len(outputs) > 1 else None
         note = "How alike the inputs are, Σ |x·q|: no error, no sign, no units of the output."
-        return Found(chosen, scores.values, outputs[chosen.place], note, marks=marks)
+        return Found(chosen, scores.values, **there, note=note)
 
     def _network(self, subject: Subject, question: Question) -> Found:
-        chosen, outputs = self._target(subject, question)
+        chosen, there = self._target(subject, question)
         run, model = self.exhibit.run, self.exhibit.model
         assert model is not None
         (asked,) = ask_all(model, subject.x, _number(chosen), run.source)
@@ -218,22 +234,22 @@ class Reader:
             if question.layer not in parts:
                 raise unknown_layer(question.layer, list(parts))
             note = f"Only what training samples added through the parameters of {question.layer}."
-            return Found(chosen, parts[question.layer], outputs, note, shares=shares)
+            return Found(chosen, parts[question.layer], **there, note=note, shares=shares)
         cells = np.zeros((len(run.source.ids), len(run.bins))) + sum(parts.values())
         check = asked.check(cells.sum(keepdims=True)[0])
         note = "An account: what each training sample added to the output, through all layers."
-        return Found(chosen, cells, outputs, note, _check(check), _missed(check), shares)
+        there |= {"check": _check(check), "missed": _missed(check)}
+        return Found(chosen, cells, **there, note=note, shares=shares)
 
     def _removed(self, subject: Subject, question: Question) -> Found:
-        chosen, outputs = self._target(subject, question)
+        chosen, there = self._target(subject, question)
         with self._ridge:  # what does not depend on the query is made once, not twice at a time
             influence = self.exhibit.run.influence(self.exhibit.model, subject.x, _number(chosen))  # type: ignore[arg-type]
-        return Found(
-            chosen, influence.values, outputs, f"{influence.note[:1].upper()}{influence.note[1:]}."
-        )
+        note = f"{influence.note[:1].upper()}{influence.note[1:]}."
+        return Found(chosen, influence.values, **there, note=note)
 
-    def _target(self, subject: Subject, question: Question) -> tuple[Question, Array]:
-        """Which output of the model is asked about, and all of them at that place."""
+    def _target(self, subject: Subject, question: Question) -> tuple[Question, dict[str, Any]]:
+        """Which output of the model is asked about; all of them there, and it at each place."""
         if self.exhibit.model is None:
             raise ReadingError(
                 f"the whole network cannot be asked without the model; {NEEDS_MODEL}."
@@ -244,7 +260,9 @@ class Reader:
         place = _checked("place", question.place, len(outputs), len(outputs) - 1)
         usual = int(outputs[place].argmax())
         output = _checked("output", question.output, outputs.shape[1], usual)
-        return replace(question, output=output, place=place), outputs[place].numpy()
+        marks = outputs[:, output].numpy() if len(outputs) > 1 else None
+        there = {"outputs": outputs[place].numpy(), "marks": marks, "shared": marks is not None}
+        return replace(question, output=output, place=place), there
 
     def _grouping(self, position: int | None = None) -> Grouping:
         """By sample and bin; rows at other positions go into a last group."""
@@ -260,6 +278,21 @@ class Reader:
 
     def _cells(self, sums: Array) -> Array:
         return sums[:-1, 0].reshape(len(self.exhibit.run.source.ids), -1)
+
+
+def usual_places(outputs: Tensor, positions: int) -> Tensor:
+    """(queries,): which place is meant where none is given, of (queries, places, width).
+
+    The last, where the layer has the positions of the model: that is what a language model is
+    asked about. Otherwise the place with most output.
+
+    >>> outputs = torch.tensor([[[5.0], [1.0], [2.0]]])
+    >>> usual_places(outputs, positions=3), usual_places(outputs, positions=1)
+    (tensor([2]), tensor([0]))
+    """
+    if outputs.shape[1] == positions:
+        return torch.full((len(outputs),), positions - 1)
+    return outputs.amax(2).argmax(1)
 
 
 def _number(question: Question) -> Any:

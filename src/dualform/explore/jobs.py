@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Event, RLock
@@ -11,9 +12,20 @@ from typing import Any
 from dualform.errors import DualformError
 from dualform.read.progress import watched
 
+logger = logging.getLogger(__name__)
+
 WORKERS = 2
 PAUSE = 0.1
 """Seconds between two pieces of news."""
+
+
+def unforeseen(error: Exception) -> str:
+    """A sentence about an error that nobody put into words.
+
+    >>> unforeseen(RuntimeError("shapes 3 and 4 do not fit"))
+    'this could not be answered: RuntimeError: shapes 3 and 4 do not fit (the log says where).'
+    """
+    return f"this could not be answered: {type(error).__name__}: {error} (the log says where)."
 
 
 class CancelledByReader(DualformError):
@@ -41,10 +53,19 @@ class Job:
             self._unwanted.set()
 
     def work(self, make: Callable[[], Any]) -> Any:
-        """Makes the answer, with an eye on whether somebody waits."""
+        """Makes the answer, with an eye on whether somebody waits.
+
+        Models and functions of users take part in it, and may raise anything: that is said too.
+        """
         with watched(self._watch):
             self._watch("reading", 0.0)
-            return make()
+            try:
+                return make()
+            except (DualformError, OSError):
+                raise
+            except Exception as error:
+                logger.exception("a view of the explorer failed")
+                raise DualformError(unforeseen(error)) from error
 
     def _watch(self, doing: str, share: float) -> None:
         if self.unwanted:

@@ -15,6 +15,8 @@ from dualform.explore.given import Given
 from dualform.explore.page import carried_page
 from dualform.explore.views import Explorer, Json
 from dualform.ledger.files import write_durably
+from dualform.read.progress import LateProgress, together
+from dualform.read.scores import Array
 from dualform.read.spotlight import nothing_by_row
 
 MOST_QUERIES = 24
@@ -23,6 +25,8 @@ ALTERNATIVES = {"layer": 3, "network": 2}
 CELL_BYTES = 1_800_000
 """How much of a report may be amounts by sample and time."""
 PREVIEW_BYTES = 600_000
+SUSPECTS = 50
+"""How many of the most suspicious samples are shown with their previews in any case."""
 PAGES = 48
 """How many training samples have a page of their own."""
 EFFECTS = 4
@@ -77,11 +81,17 @@ class Carried:
         """Previews of the samples that are shown somewhere."""
 
     def content(self) -> Json:
-        """Everything, as JSON."""
-        answers = dict(self._answers())
-        suspects = self._explorer.view("suspects", {"limit": "50"})
-        self._show(suspects["samples"])
-        suspects["samples"] = [line | {"preview": None} for line in suspects["samples"]]
+        """Everything, as JSON; says how far it is."""
+        asked = list(self._questions())
+        with together("writing the report", len(asked) + 1) as progress:
+            answers = dict(self._answers(asked, progress))
+            found = self._rest() | {"answers": answers}
+            progress.advance(1)
+        return found
+
+    def _rest(self) -> Json:
+        """What is not an answer to a query."""
+        self._show(self._explorer.view("suspects", {"limit": str(SUSPECTS)})["samples"])
         pages = {name: self._page(name) for name in list(self._shown)[:PAGES]}
         ids, columns = self._run.ids, self._run.samples.columns
         self._show_all()
@@ -89,14 +99,13 @@ class Carried:
             "run": self._explorer.view("run", {})
             | {"carried": True, "queries": len(self._queries)},
             "books": self._explorer.view("books", {}),
-            "suspects": suspects,
+            "suspicion": _packed(self._explorer.suspicion),
             "ids": ids,
             "columns": {
                 column: [plain_label(known.get(name)) for name in ids]
                 for column, known in columns.items()
             },
             "queries": [self._card(query) for query in self._queries],
-            "answers": answers,
             "layers": dict(self._layers()),
             "samples": pages,
             "previews": self._shown,
@@ -106,14 +115,22 @@ class Carried:
         exhibit = self._explorer.exhibit
         return exhibit.card(exhibit.subject(query))
 
-    def _answers(self) -> Iterator[tuple[str, Json]]:
-        """Every question to every query; the first ones, which people ask first, with cells."""
+    def _answers(
+        self, asked: Sequence[tuple[str, str, str | None, int]], progress: LateProgress
+    ) -> Iterator[tuple[str, Json]]:
+        """The answers, as they are made; the first ones with cells."""
+        for one in asked:
+            yield from self._answer(*one)
+            progress.advance(1)
+
+    def _questions(self) -> Iterator[tuple[str, str, str | None, int]]:
+        """Every question to every query, by rank of output; first what people ask first."""
         last = (None, self._run.layers[-1])
         for rank in range(max(ALTERNATIVES.values())):
             for ask, layer in self._asked():
                 if rank < (ALTERNATIVES.get(ask, 1) if layer in last else 1):
                     for query in self._queries:
-                        yield from self._answer(query, ask, layer, rank)
+                        yield query, ask, layer, rank
 
     def _asked(self) -> list[tuple[str, str | None]]:
         """The questions, in the order in which they may take up room."""
@@ -155,7 +172,7 @@ class Carried:
         if cells.nbytes > self._left:
             return None
         self._left -= cells.nbytes
-        return b64encode(np.ascontiguousarray(cells).tobytes()).decode()
+        return _packed(cells)
 
     def _layers(self) -> Iterator[tuple[str, Json]]:
         if self._explorer.exhibit.model is None:
@@ -183,6 +200,11 @@ class Carried:
             if left < 0:
                 return
             self._show([line])
+
+
+def _packed(numbers: Array) -> str:
+    """Numbers as base64 of little-endian float32."""
+    return b64encode(np.ascontiguousarray(numbers, dtype="<f4").tobytes()).decode()
 
 
 def _bare(line: Json, marked: Json) -> Json:

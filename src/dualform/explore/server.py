@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import webbrowser
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from urllib.parse import parse_qs
 
+import click
 import torch
 import uvicorn
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from dualform.errors import DualformError
 from dualform.explore.guard import Guard, is_loopback, refused
-from dualform.explore.jobs import WORKERS, Job, Jobs, follow
+from dualform.explore.jobs import WORKERS, Job, Jobs, follow, unforeseen
 from dualform.explore.page import asset, json_text, served_page
 from dualform.explore.pictures import shorten
 from dualform.explore.views import Explorer, Json
@@ -95,6 +95,7 @@ def make_app(explorers: Sequence[Explorer], token: str | None = None) -> Starlet
         exception_handlers={
             404: lambda request, error: refused(404, f"there is nothing at {request.url.path}."),
             DualformError: lambda request, error: refused(400, str(error)),
+            Exception: lambda request, error: refused(500, unforeseen(error)),
         },
     )
 
@@ -103,9 +104,9 @@ def serve(
     explorers: Sequence[Explorer],
     host: str = "127.0.0.1",
     port: int = 0,
-    opened: Callable[[str], object] = webbrowser.open,
+    browser: bool = True,
 ) -> None:
-    """Serves until interrupted; tells `opened` the address once it is there.
+    """Serves until interrupted; prints the address once it is there, and opens it in a browser.
 
     Bound to another machine's reach, the address carries a token that nobody can guess.
     """
@@ -113,7 +114,10 @@ def serve(
     token = None if is_loopback(host) else secrets.token_urlsafe(16)
     where = f"[{host}]" if ":" in host else host
     address = f"http://{where}:{listener.getsockname()[1]}/"
-    opened(address + (f"?token={token}" if token else ""))
+    address += f"?token={token}" if token else ""
+    print(f"The explorer is at {address} (stop it with Ctrl+C).", flush=True)
+    if browser:
+        click.launch(address)
     app = make_app(explorers, token)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))  # each view has its share
     config = uvicorn.Config(app, log_level="warning", server_header=False, lifespan="off")
@@ -127,7 +131,7 @@ def _listener(host: str, port: int) -> socket.socket:
         listener = socket.create_server((host, port), family=family, backlog=256)
     except OSError as error:
         raise DualformError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; give another --port, "
+            f"cannot listen on {host} port {port}: {error.strerror or error}; give another port, "
             "or 0 for any that is free."
         ) from error
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # otherwise 40 ms an answer

@@ -21,8 +21,14 @@ def view(
     x: Any = None,
     queries: Sequence[Query] = (),
     encode: Encode | None = None,
+    *,
+    host: str | None = None,
+    port: int | None = None,
+    browser: bool = True,
 ) -> Any:
     """Opens the explorer: in a notebook as a widget, elsewhere in a browser, until interrupted.
+
+    The address is printed. With a host or a port there is a server in a notebook too.
 
     >>> import dualform
     >>> from dualform.testing import tiny_run
@@ -33,17 +39,20 @@ def view(
 
     Args:
         model, x, queries, encode: as in `dualform.explore.Exhibit`.
+        host: where the server listens; by default 127.0.0.1, which only this machine reaches.
+        port: by default any that is free.
+        browser: whether the address is opened in a browser.
     """
     explorer = Explorer(Exhibit(run, model, x, queries, encode))
     try:
-        if _in_notebook():
+        if _in_notebook() and host is None and port is None:
             from dualform.explore.widget import ExplorerWidget
 
             return ExplorerWidget(explorer)
         from dualform.explore.server import serve
     except ImportError as error:
         raise missing(error) from error
-    return serve([explorer])
+    return serve([explorer], host or "127.0.0.1", port or 0, browser)
 
 
 def missing(error: ImportError) -> DualformError:

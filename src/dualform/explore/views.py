@@ -82,7 +82,7 @@ class Explorer:
         writer.writerow(["id", "label", "suspicion"])
         for at in self._ranks:
             name = self.run.source.ids[at]
-            writer.writerow([name, self.run.samples.labels.get(name, ""), self._suspicion[at]])
+            writer.writerow([name, self.run.samples.labels.get(name, ""), self.suspicion[at]])
         return out.getvalue()
 
     def found(self, given: Given) -> Found:
@@ -121,11 +121,10 @@ class Explorer:
 
     def _answer(self, given: Given) -> Json:
         found = self.found(given)
-        amounts = self._amounts(found, given)
-        question = found.question
+        question, amounts = found.question, self._amounts(found, given)
+        chosen, own = self._chosen(given), self._restricted(amounts, given)
         subject = self.exhibit.subject(question.query)
-        text = subject.shown.preview.data if subject.shown.preview else ""
-        whole = given.span(self._bins(found)) is None
+        only = self._only(found, given)
         return {
             "query": self.exhibit.card(subject),
             "ask": question.ask,
@@ -133,32 +132,30 @@ class Explorer:
             "output": question.output,
             "asked": _asked(question),
             "outputs": largest(found.outputs),
-            "check": found.check if whole else None,
-            "error": found.missed if whole else None,
-            "note": found.note
-            if whole
-            else "Only what was learned in the chosen part of training.",
+            "check": None if only else found.check,
+            "error": None if only else found.missed,
+            "note": " ".join([*only, *([] if only and found.check else [found.note])]),
             "unit": "similarity" if question.ask == "keys" else "units of the output",
-            "sides": {side: self._side(amounts, side) for side in ("for", "against")},
-            "timeline": found.cells.sum(0).tolist() if self._bins(found) else None,
+            "sides": {side: self._side(own, side) for side in ("for", "against")},
+            "timeline": found.cells[chosen].sum(0).tolist() if self._bins(found) else None,
             "groups": self._groups(amounts, given),
             "places": 1 if found.marks is None else len(found.marks),
             "place": None if found.marks is None else question.place,
+            "shared": found.shared,
             "marks": None if found.marks is None else found.marks.tolist(),
-            "tokens": None if found.marks is None else pieces(str(text), len(found.marks)),
+            "tokens": None
+            if found.marks is None
+            else pieces(subject.shown.preview, len(found.marks)),
         }
 
     def _evidence(self, given: Given) -> Json:
-        amounts = self._amounts(self.found(given), given)
-        label = given.text("label", "")
-        if label:
-            amounts = np.where(self._labeled(label, given), amounts, 0.0)
+        amounts = self._restricted(self._amounts(self.found(given), given), given)
         lines = ranked(amounts, given.choice("side", ("for", "against")))
         some = given.page(lines, MOST_LISTED)
         return {"total": len(lines), "samples": [self.line(at, amounts[at]) for at in some]}
 
     def _layers(self, given: Given) -> Json:
-        asked = given.without("layer", "place", "at") | {"ask": "network"}
+        asked = given.without("layer", "at") | {"ask": "network"}
         found = self.found(Given(asked))
         assert found.shares is not None
         assert found.check is not None
@@ -172,12 +169,12 @@ class Explorer:
         at = self._place_of(sample)
         where = self._where(found, [sample], given)
         line = self.line(at, float(self._amounts(found, given)[at]))
-        preview = line["preview"] or {}
+        preview = self.run.samples.preview(sample)
         return {
             **line,
             "timeline": found.cells[at].tolist() if self._bins(found) else None,
             "places": None if where is None else where[0].tolist(),
-            "tokens": None if where is None else pieces(preview.get("text", ""), where.shape[1]),
+            "tokens": None if where is None else pieces(preview, where.shape[1]),
             "grid": None
             if where is None
             else grid(self.run.info.stream(found.question.layer or "")),
@@ -188,7 +185,7 @@ class Explorer:
         found = self.found(given)
         chosen = [self.run.sample_id(name) for name in given.several("id", MOST_HIGHLIGHTED)]
         previews = {name: self.run.samples.preview(name) for name in chosen}
-        texts = {name: str(p.data) for name, p in previews.items() if p and p.kind == "text"}
+        texts = {name: p for name, p in previews.items() if p and p.kind == "text"}
         where = self._where(found, list(texts), given) if texts else None
         if where is None:
             return {"samples": {}}
@@ -227,7 +224,7 @@ class Explorer:
                 {"bin": int(b), "error": float(errors.relative[mine][bins == b].mean())}
                 for b in np.unique(bins)
             ],
-            "suspicion": float(self._suspicion[at]),
+            "suspicion": float(self.suspicion[at]),
             "rank": int(np.flatnonzero(self._ranks == at)[0]) + 1,
             "helps": [effect for effect in effects if effect["value"] > 0][:SHOWN],
             "hurts": [effect for effect in effects[::-1] if effect["value"] < 0][:SHOWN],
@@ -253,7 +250,7 @@ class Explorer:
 
     def _suspects(self, given: Given) -> Json:
         some = given.page(self._ranks.tolist(), MOST_LISTED)
-        lines = [self.line(at, float(self._suspicion[at])) for at in some]
+        lines = [self.line(at, float(self.suspicion[at])) for at in some]
         return {"total": len(self._ranks), "samples": lines}
 
     def _forget(self, given: Given) -> Json:
@@ -261,9 +258,9 @@ class Explorer:
         ids = [self.run.sample_id(name) for name in given.several("id", MOST_FORGOTTEN)]
         found, places = self.found(given), [self._place_of(name) for name in ids]
         of_layer = found.question.ask in ("layer", "keys")
-        asked = given.without("place", "at", "span")
+        asked = given.without("place", "at", "span", "label")
         if not of_layer:
-            asked = given.without("layer", "place", "at", "span") | {"ask": "network"}
+            asked = given.without("layer", "place", "at", "span", "label") | {"ask": "network"}
         elif found.question.ask == "keys":
             asked |= {"ask": "layer"}
         account = self.found(Given(asked | self._same_place(found)))
@@ -297,9 +294,9 @@ class Explorer:
         """The estimate; None where what is asked is no output of the model."""
         if not self.reader.gives_output(found):
             return None
-        asked = given.without("layer", "place", "at", "span")
+        asked = given.without("layer", "place", "at", "span", "label")
         asked |= {"ask": "removed", "output": str(found.question.output)}
-        if found.question.ask != "layer":
+        if found.shared or found.question.ask != "layer":
             asked |= self._same_place(found)
         return self._left(self.found(Given(asked)), places)
 
@@ -340,12 +337,29 @@ class Explorer:
         )
         return found
 
-    def _labeled(self, label: str, given: Given) -> NDArray[np.bool_]:
+    def _restricted(self, amounts: Array, given: Given) -> Array:
+        """The same, but nothing of samples that are not asked about."""
+        return np.where(self._chosen(given), amounts, 0.0)
+
+    def _chosen(self, given: Given) -> NDArray[np.bool_]:
+        """(samples,): which are asked about: all, or those of one label."""
+        label, known = given.text("label", ""), self._members(given)
+        if not label:
+            return np.ones(len(self.run.source.ids), dtype=bool)
         chosen = np.zeros(len(self.run.source.ids), dtype=bool)
-        for known, members in self._members(given).items():
-            if str(known) == label:
-                chosen[members] = True
+        for value, members in known.items():
+            chosen[members] = str(value) == label
+        if not chosen.any():
+            some = ", ".join([*map(str, list(known)[:8]), *(["…"] if len(known) > 8 else [])])
+            raise ReadingError(f"label='{shorten(label, 40)}'; there are {some}.")
         return chosen
+
+    def _only(self, found: Found, given: Given) -> list[str]:
+        """What the amounts are restricted to, a sentence each."""
+        label, by = given.text("label", ""), given.text("by", "label")
+        span = given.span(self._bins(found))
+        learned = ["Only what was learned in the chosen part of training."] if span else []
+        return learned + ([f"Only samples whose {by} is {shorten(label, 40)}."] if label else [])
 
     def line(self, at: int, value: float = 0.0) -> Json:
         """What to show of a training sample, by its place, and its amount."""
@@ -368,14 +382,15 @@ class Explorer:
         return row_errors(self.run.source, self.run.layers[-1])
 
     @cached_property
-    def _suspicion(self) -> Array:
+    def suspicion(self) -> Array:
+        """(samples,): how suspicious each is, in the order of the ids."""
         values: Array = self.run.suspicion().values[:, 0]
         return values
 
     @cached_property
     def _ranks(self) -> NDArray[np.int64]:
         """The samples, the most suspicious first."""
-        return np.argsort(-self._suspicion, kind="stable")
+        return np.argsort(-self.suspicion, kind="stable")
 
 
 def _asked(question: Question) -> str:

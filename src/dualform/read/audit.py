@@ -98,6 +98,7 @@ class Audit(Shown):
             "measured_at": self.measured_at,
             "remainder": self.remainder,
             "coverage": self.coverage,
+            "verdict": self.verdict,
             "bytes": self.bytes,
             "books": [asdict(book) for book in self.books],
         }
@@ -113,18 +114,26 @@ class Audit(Shown):
             return f"books at step {self.step:,}"
         if self.measured_at:
             return f"books at step {self.step:,}, remainder measured at step {self.measured_at:,}"
-        return f"books at step {self.step:,}, not measured: no weights were kept up to there"
+        return (
+            f"books at step {self.step:,}, not measured: no weights were kept up to there; "
+            "recorder.checkpoint() keeps them"
+        )
 
     @property
-    def _verdict(self) -> str:
-        """Whether rounding of the weights can be all that is missing, where that is not little."""
+    def verdict(self) -> str:
+        """Whether rounding of the weights can be all that is missing, where that is not little.
+
+        >>> line = BookAudit("w", (1,), "row", 9, remainder=3e-3, bytes=0, rounding=1e-5)
+        >>> Audit([line], step=1, measured_at=1, bytes=0).verdict
+        'more than rounding of the stored weights can be: w'
+        """
         if not self.remainder > SUSPECT:
             return ""
         names = [book.name for book in self.beyond_rounding]
         if not names:
-            return "\nrounding of the stored weights can be all of it"
+            return "rounding of the stored weights can be all of it"
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return f"\nmore than rounding of the stored weights can be: {', '.join(names[:3])}{more}"
+        return f"more than rounding of the stored weights can be: {', '.join(names[:3])}{more}"
 
     def __rich__(self) -> Group:
         names = ("book", "shape", "kept by", "rows", "remainder", "MB")
@@ -143,7 +152,7 @@ class Audit(Shown):
         covered = math.floor(1000 * self.coverage + 1e-6) / 10  # 100 only where it is all
         return (
             f"largest remainder {self.remainder:.1e} · {covered:g}% of trained parameters by row "
-            f"· {self.bytes / 1e6:,.1f} MB{self._verdict}"
+            f"· {self.bytes / 1e6:,.1f} MB" + (f"\n{self.verdict}" if self.verdict else "")
         )
 
 

@@ -37,11 +37,28 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watcher.reset(token)
 
 
+@contextmanager
+def together(doing: str, total: int) -> Iterator[LateProgress]:
+    """Tells of several scans as of one: each is a part of `total`; `advance` once it is done.
+
+    >>> news = []
+    >>> with watched(lambda doing, share: news.append((doing, share))):
+    ...     with together("adding up", 2) as progress:
+    ...         with LateProgress("layer 0", 10) as scan:
+    ...             scan.advance(5)
+    ...         progress.advance(1)
+    >>> news
+    [('adding up', 0.25), ('adding up', 0.5)]
+    """
+    with LateProgress("", total, doing) as progress, watched(lambda _, share: progress.tell(share)):
+        yield progress
+
+
 class LateProgress:
     """Tells the watcher; without one, shows a bar once somebody waits for more than a second."""
 
-    def __init__(self, name: str, total: int) -> None:
-        self._doing, self._total, self._done = f"reading {name}", total, 0
+    def __init__(self, name: str, total: int, doing: str = "") -> None:
+        self._doing, self._total, self._done = doing or f"reading {name}", total, 0
         self._watcher = _watcher.get()
         self._began = time.monotonic()
         self._bar: Progress | None = None
@@ -57,10 +74,15 @@ class LateProgress:
     def advance(self, count: int) -> None:
         """So many more are done."""
         self._done += count
+        self.tell()
+
+    def tell(self, begun: float = 0.0) -> None:
+        """Tells how far it is, with the share that is done of what comes next."""
+        done = self._done + begun
         if self._watcher is not None:
-            self._watcher(self._doing, self._done / max(1, self._total))
+            self._watcher(self._doing, done / max(1, self._total))
         elif self._bar is not None:
-            self._bar.update(self._task, completed=self._done)
+            self._bar.update(self._task, completed=done)
         elif time.monotonic() - self._began > PATIENCE:
             self._bar = Progress(console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task(self._doing, total=self._total)

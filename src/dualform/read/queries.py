@@ -311,4 +311,15 @@ def check_model(
             raise ModelMismatchError(
                 f"the model's '{book.name}' differs from the run's at step {step} by {gap:.1e} "
                 f"(relative); load them: model.load_state_dict({run}.state_dict(), strict=False)."
+                f"{_while_recording(ledger, step)}"
             )
+
+
+def _while_recording(ledger: Ledger, step: int) -> str:
+    """What to do where training may be ahead of what is committed."""
+    if step != ledger.last_step or ledger.marks.get(step) == "final":
+        return ""
+    return (
+        " This recording has not ended: to read the model as it is now, call "
+        "recorder.checkpoint(), then open the run again."
+    )

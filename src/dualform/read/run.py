@@ -33,6 +33,8 @@ from dualform.read.targets import Target
 from dualform.read.timeline import Bins, Timeline
 from dualform.read.weights import reconstruct, row_parts
 
+NOTHING_YET = "none committed yet: recorder.checkpoint() commits what is recorded so far"
+
 
 def open_run(
     path: str | os.PathLike[str], device: torch.device | str = "cpu", *, damaged: bool = False
@@ -309,7 +311,7 @@ class Run(Shown):
         table.show_header = False
         facts = self.info.metadata
         lines = {
-            "steps": f"{self.steps:,}" if self._ledger.last_step else "none committed yet",
+            "steps": f"{self.steps:,}" if self._ledger.last_step else NOTHING_YET,
             "samples": f"{len(self._names[1]):,}{', each seen once' if self._seen_once else ''}",
             "layers by row": ", ".join(self.layers) or "none",
             "optimizer": str(facts.get("optimizer", "")),

@@ -42,16 +42,21 @@ class Shown(ABC):
         """The result as a rich table."""
 
     def __repr__(self) -> str:
-        console = Console(file=StringIO(), width=WIDTH, no_color=True)
+        console = _silent(no_color=True)
         console.print(self)
         assert isinstance(console.file, StringIO)
         return console.file.getvalue().rstrip("\n")
 
     def _repr_html_(self) -> str:
-        console = Console(record=True, file=StringIO(), width=WIDTH)
+        console = _silent(record=True)
         console.print(self)
         frame = '<pre style="line-height:1.3;font-family:monospace">{code}</pre>'
         return console.export_html(inline_styles=True, code_format=frame)
+
+
+def _silent(**options: Any) -> Console:
+    """A console that only writes down; by itself, rich would also display it in a notebook."""
+    return Console(file=StringIO(), width=WIDTH, force_jupyter=False, **options)
 
 
 class Amounts(Shown):
