@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "families": {"memory"},
     "ledger": set(),
     "record": {"memory", "ledger"},
-    "read": {"memory", "ledger", "record.layers", "record.optimizers"},
+    "read": {"memory", "ledger", "record.layers", "record.optimizers", "record.owners"},
     "attention": {"memory", "families"},
     "integrations": {"record"},
     "explore": {"read", "ledger"},

@@ -61,7 +61,8 @@ def test_forgetting_is_about_the_position_that_is_asked(explorer: Explorer) -> N
         own = {line["output"]: line["value"] for line in answer["outputs"]}
         forgotten = explorer.view("forget", asked | {"id": ["3", "5"], "estimate": "1"})
         before = {line["output"]: line["value"] for line in forgotten["before"]}
-        assert before == pytest.approx(own, abs=1e-5)
+        assert 4 in before
+        assert before == pytest.approx({output: own[output] for output in before}, abs=1e-5)
         removed = explorer.view("answer", asked | {"ask": "removed"})
         lost = explorer.view("acts", asked | {"ask": "removed", "id": "3"})["value"]
         lost += explorer.view("acts", asked | {"ask": "removed", "id": "5"})["value"]

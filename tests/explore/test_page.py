@@ -19,6 +19,7 @@ from tests.explore.visits import Visit, eventually, serving, visiting
 from torch import nn
 
 import dualform
+from dualform.errors import RecordingWarning
 from dualform.explore import Exhibit, Explorer, Query, write_report
 from dualform.read.progress import LateProgress
 
@@ -309,10 +310,10 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
     x, y = digit_images()
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(14)]
     model = nn.Sequential(*layers, nn.Linear(64, 10))
-    labels = [f"a digit, which is a {int(digit)}" for digit in y[:40]]
+    labels = [f"a digit, which is a {int(digit)}" for digit in y[:60]]
     path = tmp_path_factory.mktemp("deep") / "run"
-    run = record(model, x[:40].flatten(1), y[:40], path, labels=labels, previews=x[:40])
-    return Exhibit(run, model, x[40:42].flatten(1), [Query("first"), Query("second")])
+    run = record(model, x[:60].flatten(1), y[:60], path, labels=labels, previews=x[:60])
+    return Exhibit(run, model, x[60:62].flatten(1), [Query("first"), Query("second")])
 
 
 def test_long_lists_and_labels_have_their_place(
@@ -360,7 +361,11 @@ def test_what_strangers_wrote_is_text(
 
 def test_a_run_without_steps_says_so(browser: Browser, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    with dualform.record(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / "run"):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        pytest.warns(RecordingWarning, match="saw no step"),
+        dualform.record(model, optimizer, tmp_path / "run"),
+    ):
         empty = Explorer(Exhibit(dualform.open(tmp_path / "run")))
     with serving([empty]) as address, visiting(browser, address) as visit:
         visit.go("/query")

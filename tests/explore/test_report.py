@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import dualform
-from dualform.errors import DualformError, ReadingError
+from dualform.errors import DualformError, ReadingError, RecordingWarning
 from dualform.explore import Exhibit, Explorer, Query, write_report
 from dualform.explore.given import Given
 from dualform.explore.views import Json
@@ -126,7 +126,10 @@ def test_previews_that_cannot_be_shown(
 def test_a_run_without_rows_has_nothing_to_report(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with dualform.record(model, optimizer, tmp_path / "run"):
+    with (
+        pytest.warns(RecordingWarning, match="saw no step"),
+        dualform.record(model, optimizer, tmp_path / "run"),
+    ):
         pass
     exhibit = Exhibit(dualform.open(tmp_path / "run"))
     with pytest.raises(ReadingError, match="no step of this run is committed yet"):

@@ -14,7 +14,7 @@ from torch import nn
 
 import dualform
 from dualform.errors import RecordingWarning
-from dualform.ledger.format import open_line
+from dualform.ledger.log import open_line
 
 MOMENTS = {"save mark": 9, "mark save": 9, "save": 6}
 """Before the first of each round, after it, and after the second: three rounds."""

@@ -62,10 +62,6 @@ class Run(Shown):
     True
     >>> run.spotlight(model, x[:1])["2"].top(3).ids
     [..., ..., ...]
-    >>> run.at(3).steps
-    3
-    >>> sorted(run.forget([0, 1]))
-    ['0.bias', '0.weight', '2.bias', '2.weight']
     """
 
     def __init__(

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 from dualform.ledger import Stream, Term
 from dualform.record.layers import inner_products, sample_major
 from dualform.record.layers.conv import at_positions
+from dualform.record.ports import Port
 from dualform.record.tape import Page
-from dualform.record.watch import Port
 
 NOISE = 16.0
 """How many roundings of its terms a gradient must exceed to be more than rounding."""

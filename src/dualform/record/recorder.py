@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,6 +35,8 @@ from dualform.record.steps import Step
 from dualform.record.verify import Verifier
 from dualform.record.watch import Watch
 
+R = TypeVar("R")
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 BEFORE, AFTER = "before the optimizer's step", "after the optimizer's step"
 
 
@@ -77,9 +79,7 @@ class Recorder:
         self._describe, self._resume, self._overwrite = describe, resume, overwrite
         self._buffer_bytes = buffer_bytes
         self._handles: list[RemovableHandle] = []
-        self._guard = Guard(strict)
-        self._broken_off = False
-        self._naming = Naming()
+        self._guard, self._naming, self._broken_off = Guard(strict), Naming(), False
 
     def __repr__(self) -> str:
         state = "recording" if self._handles and self.failure is None else "not recording"
@@ -166,8 +166,7 @@ class Recorder:
         finally:
             self._writer.abandon()
         if error is None and self.failure is None:
-            seen, unkept = self.step - self._before_first, self._delivery.unkept
-            self._advice.conclude(seen, unkept)
+            self._advice.conclude(self.step - self._before_first, self._delivery.unkept)
 
     def samples(self, ids: Tensor | Sequence[SampleId]) -> None:
         """Names the samples of the next forward pass, one id for each (integers or strings).
@@ -193,22 +192,18 @@ class Recorder:
             columns: what else is known of each sample, such as `{"source": ["web", "book"]}`.
         """
         self._naming.describe(ids)
-        describe = (self.path, ids, labels, previews, columns)
-        self._guard.run("when samples were described", describe_samples, *describe)
+        given = (self.path, ids, labels, previews, columns)
+        self._guard.run("when samples were described", describe_samples, *given)
 
     def checkpoint(self) -> None:
         """Marks this step: everything so far is made durable, and the weights are kept.
 
         `record(..., resume=True)` goes on from the marked step whose weights the model has. A loop
-        that saves both model and optimizer need not call it: the step is marked by itself as soon
-        as both were asked for their `state_dict()`, before anything is written. Where only the
-        model is saved, call it before saving: a file of a step that is not marked yet is of no use
-        should training be killed just then.
+        that saves both model and optimizer need not call it: the step is marked as soon as both
+        were asked for their `state_dict()`. Where only the model is saved, call it before saving.
         """
         self._require_recording()
-        self._guard.run("at a checkpoint", self._mark_step)
-        if self.failure is not None:
-            self._break_off()
+        self._guarded("at a checkpoint", self._mark_step)
 
     def _mark_step(self) -> None:
         now, (step, then) = self._books.glances.take(), self._marked
@@ -235,6 +230,20 @@ class Recorder:
         self._book_late_changes(ending=True)
         broken_off = self._current is not None  # then the weights are no step's
         self._hand_over(flush=True, mark="" if broken_off else "final", last=True)
+
+    def _guarded(
+        self, stage: str, action: Callable[..., R], *args: Any, whole: bool = True
+    ) -> R | None:
+        """Runs a part of recording; should it fail, the recording is broken off."""
+        result = self._guard.run(stage, action, *args)
+        if self.failure is not None:
+            self._break_off(whole)
+        return result
+
+    def _advise(self) -> None:
+        """Warns, outside of the guard: a warning may be an error to the user."""
+        if self.failure is None:
+            self._advice.give()
 
     def _break_off(self, whole: bool = True) -> None:
         """After a failure: commits the whole steps so far, gives the run free, and warns once.
@@ -281,11 +290,8 @@ class Recorder:
 
     def _other_stepped(self, other: Optimizer, before: dict[str, Tensor]) -> None:
         """Another optimizer has changed parameters, which were so `before` it."""
-        self._guard.run("at the step of another optimizer", self._share, other, before)
-        if self.failure is not None:
-            self._break_off()
-        else:
-            self._advice.give()
+        self._guarded("at the step of another optimizer", self._share, other, before)
+        self._advise()
 
     def _share(self, other: Optimizer, before: dict[str, Tensor]) -> None:
         notes = self._books.share(before, other, self.step + 1)
@@ -294,17 +300,10 @@ class Recorder:
         self._others.known |= before.keys()
         self._advice.lost(notes)
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        changed = self._guard.run(BEFORE, self._prepare, optimizer, args, kwargs)
-        if self.failure is not None:
-            self._break_off()
-        return changed
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
+        return self._guarded(BEFORE, self._prepare, optimizer, args, kwargs)
 
-    def _prepare(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _prepare(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         if is_nested(optimizer):
             return None
         self._delivery.raise_error()
@@ -329,9 +328,7 @@ class Recorder:
 
         def observed() -> Any:
             loss = closure()
-            self._guard.run(BEFORE, self._observe)
-            if self.failure is not None:
-                self._break_off()
+            self._guarded(BEFORE, self._observe)
             return loss
 
         return observed
@@ -366,11 +363,8 @@ class Recorder:
             self._settler.outside -= books
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._guard.run(AFTER, self._book_step, optimizer)
-        if self.failure is not None:
-            self._break_off(whole=False)
-        else:
-            self._advice.give()
+        self._guarded(AFTER, self._book_step, optimizer, whole=False)
+        self._advise()
 
     def _book_step(self, optimizer: Optimizer) -> None:
         if self._current is None or is_nested(optimizer):

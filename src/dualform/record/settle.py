@@ -18,6 +18,7 @@ from dualform.record.batch_sizes import BatchSizes
 from dualform.record.glance import Glance, Glances
 from dualform.record.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.record.plan import Plan
+from dualform.record.ports import Port
 from dualform.record.probe import (
     Evidence,
     Feed,
@@ -29,7 +30,6 @@ from dualform.record.reconcile import Reconciler, unlike
 from dualform.record.steps import Step, finite_steps, looks_of, probes_of
 from dualform.record.tally import settle_factors
 from dualform.record.tape import Batch, Page
-from dualform.record.watch import Port
 
 Pages: TypeAlias = dict[int, list[Page]]
 """The pages of each stream, by its number."""
