@@ -84,6 +84,11 @@ CASES = [
         _by(partial(reference.batch_norm, beta=0.5, eps=0.1, scale=0.7)),
         {"beta": 0.5, "eps": 0.1, "scale": 0.7},
     ),
+    Case(
+        "batch_norm",
+        _by(partial(reference.batch_norm, beta=0.5, variance=False)),
+        {"beta": 0.5, "variance": False},
+    ),
     Case("scaled_heads", _shortened(reference.softmax, 0), {"factors": FACTORS}, masks=False),
     Case(
         "scaled_heads",

@@ -28,6 +28,7 @@ PRIMALS = {
     "cosine, linear": Primal(kernel=Cosine(), normalizer="one"),
     "batch_norm": Primal(keys=(BatchNorm(),)),
     "batch_norm, beta": Primal(keys=(BatchNorm(beta=0.5, eps=0.1),)),
+    "batch_norm, centered": Primal(keys=(BatchNorm(beta=0.5, variance=False),)),
     "batch_norm, linear": Primal(keys=(BatchNorm(),), kernel=EluPlusOne()),
     "scaled_heads": Primal(keys=(Shorten(3),)),
     "scaled_heads, stride": Primal(keys=(Shorten(2, "stride"),)),
@@ -129,7 +130,7 @@ def test_explanations_carry_the_choices() -> None:
         "query's position, mean of every 4",
         "Features  Φ(x)·Φ(y) = exp(x·y/√D)",
         "Inputs    Shorten(factor=4, pool='mean')",
-        "Inputs    BatchNorm(beta=0.5, eps=1e-05)",
+        "Inputs    BatchNorm(beta=0.5, eps=1e-05, variance=True)",
         "Primal    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j), |y_j − f(k_j)| ≤ ε + ξ_j, ε = 0.2, C = 1 h̄²",
         "KKT       W = Σ_j (α_j − α̃_j) Φ(Tk_j)/h(k_j), 0 ≤ α, α̃ ≤ C",
         "Dual      max y·(α − α̃) − ε Σ(α + α̃) − ½ (α − α̃)ᵀG(α − α̃), G_ij = "
@@ -155,7 +156,8 @@ WRONG = {
     ),
     "unknown normalizer": (
         lambda: Primal(kernel=Dot(), normalizer="max"),
-        "normalizer='max' is unknown; give 'sum' or 'one'.",
+        "normalizer='max' is unknown; give 'sum', 'one', or a function of the products with the "
+        "keys (…, n, keys) that gives (…, n, 1).",
     ),
     "price": (
         lambda: Primal(C=0.0),
@@ -179,11 +181,6 @@ WRONG = {
         lambda: Primal().solve(torch.ones(3, 2), torch.ones(4, 1)),
         "keys of shape (3, 2) and targets of shape (4, 1) are no data of one regression; give keys "
         "(n, d) and targets (n, m), a head at a time.",
-    ),
-    "not derived": (
-        lambda: Primal(keys=(BatchNorm(),), sees=3).attention(),
-        "(BatchNorm(beta=1.0, eps=1e-05),) depends on the keys that a query sees, and with "
-        "Exponential(scale=None) and sees=3 that is known for sees='all' only.",
     ),
 }
 

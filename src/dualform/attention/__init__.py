@@ -16,8 +16,10 @@ torch.Size([2, 4, 10, 8])
 
 from dualform.attention.batch_norm import batch_norm
 from dualform.attention.cache import Cache
+from dualform.attention.derived import Derived
+from dualform.attention.entmax import entmax
 from dualform.attention.inspection import Inspection, Support, inspect
-from dualform.attention.kinds import kind, with_weights
+from dualform.attention.kinds import kind, register_kind, with_weights
 from dualform.attention.linear import linear
 from dualform.attention.local import local
 from dualform.attention.memories import memory
@@ -31,6 +33,7 @@ from dualform.attention.transforms import BatchNorm, RmsNorm, Shorten, Transform
 __all__ = [
     "BatchNorm",
     "Cache",
+    "Derived",
     "Inspection",
     "MultiheadAttention",
     "Primal",
@@ -42,11 +45,13 @@ __all__ = [
     "UnitLength",
     "batch_norm",
     "batch_norm_scaled_heads",
+    "entmax",
     "inspect",
     "kind",
     "linear",
     "local",
     "memory",
+    "register_kind",
     "ridge",
     "scaled_heads",
     "softmax",

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dualform.attention.kinds import kind as kind_of
-from dualform.attention.kinds import options_of
+from dualform.attention.derivation import Problem
+from dualform.attention.derived import Derived
+from dualform.attention.kinds import described, options_of
 from dualform.attention.multihead import MultiheadAttention
 from dualform.attention.ridge import solved
 from dualform.attention.shapes import for_each_query_head
 from dualform.attention.shorten import shorten
 from dualform.attention.transforms import BatchNorm
 from dualform.errors import AttentionError
+
+REGRESSIONS = (
+    "softmax",
+    "linear",
+    "local",
+    "batch_norm",
+    "scaled_heads",
+    "batch_norm_scaled_heads",
+    "ridge",
+)
+"""The kinds that are the dual of a known regression."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +95,16 @@ def inspect(layer: nn.MultiheadAttention, x: Tensor, context: Tensor | None = No
     100.0
     """
     module = _ours(layer).double().eval()
+    if module.kind not in REGRESSIONS and not isinstance(module.layer.func, Derived):
+        raise AttentionError(
+            f"kind={described(module.kind)} is not known as a regression; inspect takes a Primal "
+            f"or one of {', '.join(REGRESSIONS)}."
+        )
     rows = [x.double(), *[(x if context is None else context).double()] * 2]
     if not module.batch_first:
         rows = [t.transpose(0, 1) for t in rows]
     q, k, v = module.heads(*rows)
-    outputs = kind_of(module.kind, **module.options)(q, k, v)
+    outputs = module.layer(q, k, v)
     k, v = (for_each_query_head(t, q) for t in (k, v))
     alpha = [_duals(module, k[:, h], v[:, h], h) for h in range(module.num_heads)]
     return Inspection(tuple(alpha), outputs)
@@ -98,9 +116,8 @@ def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
             "add_bias_kv and add_zero_attn add keys that no token has, and a regression has data "
             "of the context only; inspect a module without them."
         )
-    options: dict[str, Any] = {"kind": "softmax"}
     if isinstance(layer, MultiheadAttention):
-        options = {"kind": layer.kind, "num_kv_heads": layer.num_kv_heads, **layer.options}
+        return deepcopy(layer)
     copy = MultiheadAttention(
         layer.embed_dim,
         layer.num_heads,
@@ -108,7 +125,6 @@ def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
         kdim=layer.kdim,
         vdim=layer.vdim,
         batch_first=layer.batch_first,
-        **options,
     )
     copy.load_state_dict(layer.state_dict())
     return copy.to(layer.out_proj.weight.device)
@@ -116,17 +132,37 @@ def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
 
 def _duals(module: MultiheadAttention, k: Tensor, v: Tensor, head: int) -> Tensor:
     """v_j h(k_j), h by the features and the data of the head's regression."""
-    options = options_of(module.kind, module.options)
+    layer = module.layer.func
+    if isinstance(layer, Derived):
+        return torch.stack([_of_problem(layer.problem, *pair) for pair in zip(k, v, strict=True)])
+    options = options_of(module.kind, module.layer.keywords)
     if "factors" in options:
         lead, factors = options["lead"], options["factors"]
         factor = factors[head * len(factors) // module.num_heads]
         short = shorten(k[..., lead:, :], v[..., lead:, :], factor, options["pool"])
         k, v = (torch.cat([x[..., :lead, :], y], -2) for x, y in ((k, short.k), (v, short.v)))
     if "beta" in options:
-        k = BatchNorm(options["beta"], options["eps"]).apply(k, k)
+        norm = BatchNorm(_of_head(options["beta"], head), options["eps"], options["variance"])
+        k = norm.apply(k, k)
     if "penalty" in options:
         v = solved(k, v, None, options["scale"], options["penalty"])
     return v * _h(k, options)
+
+
+def _of_head(beta: float | Tensor, head: int) -> float | Tensor:
+    return beta[head] if isinstance(beta, Tensor) and beta.numel() > 1 else beta
+
+
+def _of_problem(problem: Problem, k: Tensor, v: Tensor) -> Tensor:
+    if problem.sees != "all":
+        raise AttentionError(
+            f"inspect asks what all keys together would be as one regression, but with "
+            f"sees={problem.sees!r} every query has its own; inspect the problem with sees='all'."
+        )
+    for step in problem.keys:
+        k, v = step.shorten(k, v, open_end=False)
+        k = step.apply(k, k)
+    return v * problem.h(problem.products(k, k))
 
 
 def _h(k: Tensor, options: dict[str, Any]) -> Tensor:

@@ -9,24 +9,16 @@ layer. In a network v_j = W_V x_j stands in for the duals; no regression is solv
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dualform.attention.batch_norm import batch_norm
 from dualform.attention.derivation import Problem
-from dualform.attention.linear import linear
-from dualform.attention.local import local
-from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
-from dualform.attention.softmax import softmax
+from dualform.attention.derived import Derived
 from dualform.attention.svr import solve
-from dualform.attention.transforms import BatchNorm, Shorten, Transform
+from dualform.attention.transforms import Shorten
 from dualform.errors import AttentionError
-from dualform.memory import Exponential, FeatureMap
 from dualform.memory.kernels import nonzero
 
 
@@ -45,32 +37,27 @@ class Primal(Problem):
     True
 
     Args:
-        kernel: Φ, by its kernel Φ(x)·Φ(y). `Exponential` gives softmax attention.
-        normalizer: h(x) = Σ_j Φ(Tx)·Φ(Tk_j) over the keys that are seen ("sum"), or 1 ("one").
+        kernel: Φ, by its kernel Φ(x)·Φ(y). `Exponential` gives softmax attention; a `FeatureMap`
+            of your own is linear attention, any other `Kernel` is read pair by pair.
+        normalizer: h(x) = Σ_j Φ(Tx)·Φ(Tk_j) over the keys that are seen ("sum"), 1 ("one"), or a
+            function of those products (…, n, keys) that gives (…, n, 1).
         sees: "all" keys, the keys up to a query's position ("causal"), or a window around it.
         keys: what happens to queries and keys before Φ, in this order.
         epsilon: how far off a prediction may be at no cost.
         C: the price of being further off, in units of h̄², the geometric mean of h(k)².
     """
 
-    def attention(self) -> Callable[..., Tensor]:
-        """The derived layer, a function of q, k, v on the fused kernels.
+    def attention(self) -> Derived:
+        """The derived layer: a function of q, k, v, masks, is_causal, scale, offset and dropout.
+
+        Give it, or the problem itself, as the `kind` of `MultiheadAttention` and of a `Cache`.
 
         >>> from dualform.attention import Primal, Shorten
         >>> layer = Primal(keys=(Shorten(4),), sees="causal").attention()
         >>> layer(*torch.randn(3, 2, 16, 8).unbind()).shape
         torch.Size([2, 16, 8])
         """
-        if not isinstance(self.sees, int) and isinstance(self.kernel, Exponential):
-            layer = _with_statistics(self.keys)
-            if layer is not None:
-                return partial(layer, scale=self.kernel.scale, is_causal=self.sees == "causal")
-        if self.sees != "all" and any(step.depends_on_keys for step in self.keys):
-            raise AttentionError(
-                f"{self.keys} depends on the keys that a query sees, and with {self.kernel} and "
-                f"sees={self.sees!r} that is known for sees='all' only."
-            )
-        return partial(_transformed, layer=self._plain(), keys=self.keys)
+        return Derived(self)
 
     def solve(self, keys: Tensor, targets: Tensor, at: int | None = None) -> Solution:
         """The regression on keys (n, d) and targets (n, m) at its optimum, each output by itself.
@@ -95,18 +82,6 @@ class Primal(Problem):
         b = torch.tensor([one.b for one in duals], dtype=torch.float64)
         values = self._lengthened(beta / nonzero(h), keys, seen)
         return Solution(features, beta, b, values, C, max(one.gap for one in duals))
-
-    def _plain(self) -> Callable[..., Tensor]:
-        if isinstance(self.kernel, Exponential):
-            scale = self.kernel.scale
-            if isinstance(self.sees, int):
-                return partial(local, window=self.sees, scale=scale)
-            return partial(softmax, is_causal=self.sees == "causal", scale=scale)
-        assert isinstance(self.kernel, FeatureMap)
-        layer = partial(linear, features=self.kernel, normalized=self.normalizer == "sum")
-        if isinstance(self.sees, int):
-            return partial(_windowed, layer=layer, window=self.sees)
-        return partial(layer, is_causal=self.sees == "causal")
 
     def _require_data(self, keys: Tensor, targets: Tensor, at: int | None) -> None:
         if not keys.ndim == targets.ndim == 2 or len(keys) != len(targets):
@@ -145,18 +120,12 @@ class _Features:
         self.k = self._transformed(k)
 
     def h(self, x: Tensor) -> Tensor:
-        """(n, 1): h(x) = Σ_j Φ(Tx)·Φ(Tk_j), or 1."""
-        products = self.products(x)
-        ones = torch.ones_like(products[:, :1])
-        return products.sum(-1, keepdim=True) if self._primal.normalizer == "sum" else ones
+        """(n, 1): h(x) of its products with the keys."""
+        return self._primal.h(self.products(x))
 
     def products(self, x: Tensor) -> Tensor:
         """(n, keys): Φ(Tx)·Φ(Tk_j)."""
-        kernel, x = self._primal.kernel, self._transformed(x)
-        if isinstance(kernel, Exponential):
-            scale = x.shape[-1] ** -0.5 if kernel.scale is None else kernel.scale
-            return (scale * x @ self.k.T).exp()
-        return kernel.features(x) @ kernel.features(self.k).T
+        return self._primal.products(self._transformed(x), self.k)
 
     def gram(self) -> Tensor:
         """(keys, keys): G_ij = Φ(Tk_i)·Φ(Tk_j) / (h(k_i) h(k_j))."""
@@ -202,33 +171,3 @@ class Solution:
     def predict(self, x: Tensor) -> Tensor:
         """f(x) = Σ_j (α_j − α̃_j) Φ(Tx)·Φ(Tk_j)/(h(x) h(k_j)) + b, the regression as such."""
         return self.features.against(x.double()) @ self.beta + self.b
-
-
-def _with_statistics(keys: tuple[Transform, ...]) -> Callable[..., Tensor] | None:
-    """The layer of these transforms that knows what every query sees, if there is one."""
-    if len(keys) == 1 and isinstance(keys[0], BatchNorm):
-        return partial(batch_norm, beta=keys[0].beta, eps=keys[0].eps)
-    if not keys or not isinstance(keys[0], Shorten):
-        return None
-    given: dict[str, Any] = {"factors": (keys[0].factor,), "pool": keys[0].pool}
-    if len(keys) == 1:
-        return partial(scaled_heads, **given)
-    if len(keys) == 2 and isinstance(keys[1], BatchNorm):
-        return partial(batch_norm_scaled_heads, beta=keys[1].beta, eps=keys[1].eps, **given)
-    return None
-
-
-def _transformed(
-    q: Tensor, k: Tensor, v: Tensor, *, layer: Callable[..., Tensor], keys: tuple[Transform, ...]
-) -> Tensor:
-    for step in keys:
-        k, v = step.shorten(k, v, open_end=False)
-        q, k = step.apply(q, k), step.apply(k, k)
-    return layer(q, k, v)
-
-
-def _windowed(
-    q: Tensor, k: Tensor, v: Tensor, *, layer: Callable[..., Tensor], window: int
-) -> Tensor:
-    i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
-    return layer(q, k, v, (i[:, None] - j).abs() <= window)

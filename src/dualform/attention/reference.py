@@ -62,8 +62,11 @@ def batch_norm(
     scale: float | None = None,
     beta: float = 1.0,
     eps: float = 1e-5,
+    variance: bool = True,
 ) -> Tensor:
     """Softmax attention of (q − βμ)/s to (k − βμ)/s, μ and s² = σ² + ε over the keys that are seen.
+
+    Without the variance s is 1.
 
     >>> q, k, v = torch.randn(3, 4, 2).unbind()
     >>> sees = torch.ones(4, 4, dtype=torch.bool)
@@ -74,8 +77,8 @@ def batch_norm(
 
     def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mu = sum(k, torch.zeros_like(q)) / len(k)
-        variance = sum(((k_j - mu) ** 2 for k_j in k), torch.zeros_like(q)) / len(k)
-        s = (variance + eps).sqrt()
+        squares = sum(((k_j - mu) ** 2 for k_j in k), torch.zeros_like(q)) / len(k)
+        s = (squares + eps).sqrt() if variance else 1.0
         return _average((q - beta * mu) / s, (k - beta * mu) / s, v, scale)
 
     return _each(q, k, v, sees, read)
