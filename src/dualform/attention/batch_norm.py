@@ -98,7 +98,7 @@ def statistics(
 
     >>> k = torch.tensor([[1.0], [3.0], [5.0], [7.0]])
     >>> [x.flatten().tolist() for x in statistics(k, k)]
-    [[4.0], [5.0], [4.0]]
+    [[4.0], [5.0], [4]]
     >>> [x.flatten()[[0, 1, 3]].tolist() for x in statistics(k, k, is_causal=True)]
     [[1.0, 2.0, 4.0], [0.0, 1.0, 5.0], [1.0, 2.0, 4.0]]
     """

@@ -175,7 +175,7 @@ def learned_parts(
         found |= {"kernel": problem.kernel, "normalizer": problem.normalizer}
         for place, step in enumerate(problem.keys):
             found[f"keys_{place}"] = step
-            own = [one.name for one in fields(step)] if is_dataclass(step) else []
+            own: list[str] = [one.name for one in fields(step)] if is_dataclass(step) else []
             found |= {f"keys_{place}_{name}": getattr(step, name) for name in own}
     elif isinstance(layer, nn.Module):
         found["kind_module"] = layer
