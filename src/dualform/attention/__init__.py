@@ -25,6 +25,7 @@ from dualform.attention.local import local
 from dualform.attention.memories import memory
 from dualform.attention.multihead import MultiheadAttention
 from dualform.attention.primal import Primal, Solution
+from dualform.attention.replace import replace
 from dualform.attention.ridge import ridge
 from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
 from dualform.attention.softmax import softmax
@@ -52,6 +53,7 @@ __all__ = [
     "local",
     "memory",
     "register_kind",
+    "replace",
     "ridge",
     "scaled_heads",
     "softmax",
