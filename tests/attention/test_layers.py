@@ -88,8 +88,11 @@ def test_causal_layers_never_look_ahead(case: Case) -> None:
         later = [x.clone() for x in (q, k, v)]
         for x in later:
             x[..., position:, :] = torch.randn_like(x[..., position:, :]) * 100
-        changed = case.layer(*later, is_causal=True)
-        assert torch.equal(changed[..., :position, :], y[..., :position, :])
+        changed = case.layer(*later, is_causal=True)[..., :position, :]
+        if case.name == "entmax":  # solved for all rows at once, so the last bit may differ
+            near(changed, y[..., :position, :], 1e-14)
+        else:
+            assert torch.equal(changed, y[..., :position, :])
 
 
 @each
