@@ -22,6 +22,7 @@ from dualform.attention.inspection import Inspection, Support, inspect
 from dualform.attention.kinds import kind, register_kind, with_weights
 from dualform.attention.linear import linear
 from dualform.attention.local import local
+from dualform.attention.losses import Huber, Loss, Squared
 from dualform.attention.memories import memory
 from dualform.attention.multihead import MultiheadAttention
 from dualform.attention.primal import Primal, Solution
@@ -35,12 +36,15 @@ __all__ = [
     "BatchNorm",
     "Cache",
     "Derived",
+    "Huber",
     "Inspection",
+    "Loss",
     "MultiheadAttention",
     "Primal",
     "RmsNorm",
     "Shorten",
     "Solution",
+    "Squared",
     "Support",
     "Transform",
     "UnitLength",

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dualform.attention.losses import Loss
 from dualform.attention.transforms import Shorten, Transform
 from dualform.errors import AttentionError
 from dualform.memory import Exponential, FeatureMap, Kernel
@@ -32,6 +33,7 @@ class Problem:
     keys: tuple[Transform, ...] = ()
     epsilon: float = 0.1
     C: float = 1.0
+    loss: Loss | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.kernel, Exponential) and self.normalizer == "one":
@@ -118,15 +120,46 @@ def _text(primal: Problem) -> str:
         f"Model     f(x) = W Φ({T}x)/h(x) + b with h(x) = {h}, {_sees(primal)}",
         f"Features  Φ(x)·Φ(y) = {_product(primal, 'x', 'y')}",
         *(f"Inputs    {step}" for step in primal.keys),
-        "Primal    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j), |y_j − f(k_j)| ≤ ε + ξ_j, "
-        f"ε = {primal.epsilon:g}, C = {primal.C:g} h̄²",
-        f"KKT       W = Σ_j (α_j − α̃_j) Φ({T}k_j)/h(k_j), 0 ≤ α, α̃ ≤ C",
-        "Dual      max y·(α − α̃) − ε Σ(α + α̃) − ½ (α − α̃)ᵀG(α − α̃), "
-        f"G_ij = Φ({T}k_i)·Φ({T}k_j)/(h(k_i) h(k_j)), Σ(α − α̃) = 0",
-        "Values    v_j = (α_j − α̃_j)/h(k_j); in a network v_j = W_V x_j stands in for them",
+        *_fit(primal, T),
         f"y(q) = Σ_j {product} v_j{over} + b, {_sees(primal)}",
     ]
     return "\n".join(lines)
+
+
+def _fit(primal: Problem, T: str) -> list[str]:
+    """The lines that depend on the loss."""
+    G = f"G_ij = Φ({T}k_i)·Φ({T}k_j)/(h(k_i) h(k_j))"
+    if primal.loss is not None:
+        return [
+            f"Primal    min ½‖W‖² + C Σ_j ℓ(y_j − f(k_j)), ℓ of {primal.loss}, C = {primal.C:g} h̄²",
+            f"KKT       W = Σ_j α_j Φ({T}k_j)/h(k_j), α_j = C ℓ'(y_j − f(k_j))",
+            f"Dual      max y·α − C Σ_j ℓ*(α_j/C) − ½ αᵀGα, {G}, Σα = 0",
+            "Values    v_j = α_j/h(k_j); in a network v_j = W_V x_j stands in for them",
+        ]
+    return [
+        "Primal    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j), |y_j − f(k_j)| ≤ ε + ξ_j, "
+        f"ε = {primal.epsilon:g}, C = {primal.C:g} h̄²",
+        f"KKT       W = Σ_j (α_j − α̃_j) Φ({T}k_j)/h(k_j), 0 ≤ α, α̃ ≤ C",
+        f"Dual      max y·(α − α̃) − ε Σ(α + α̃) − ½ (α − α̃)ᵀG(α − α̃), {G}, Σ(α − α̃) = 0",
+        "Values    v_j = (α_j − α̃_j)/h(k_j); in a network v_j = W_V x_j stands in for them",
+    ]
+
+
+def _fit_latex(primal: Problem, T: str) -> list[str]:
+    if primal.loss is not None:
+        return [
+            r"\min_W \ & \tfrac12\lVert W\rVert^2 + C\sum_j \ell(y_j - f(k_j)), \quad "
+            rf"\ell(r) = {primal.loss.formula}",
+            rf"W &= \sum_j \alpha_j\,\Phi({T}k_j)/h(k_j), \quad \alpha_j = C\,\ell'(y_j - f(k_j))",
+            r"v_j &= \alpha_j/h(k_j)",
+        ]
+    return [
+        r"\min_W \ & \tfrac12\lVert W\rVert^2 + C\sum_j(\xi_j + \tilde\xi_j), \quad "
+        r"\lvert y_j - f(k_j)\rvert \le \varepsilon + \xi_j",
+        rf"W &= \sum_j (\alpha_j - \tilde\alpha_j)\,\Phi({T}k_j)/h(k_j), \quad "
+        r"0 \le \alpha_j, \tilde\alpha_j \le C",
+        r"v_j &= (\alpha_j - \tilde\alpha_j)/h(k_j)",
+    ]
 
 
 def _latex(primal: Problem) -> str:
@@ -141,11 +174,7 @@ def _latex(primal: Problem) -> str:
     lines = [
         rf"f(x) &= W\,\Phi({T}x)/h(x) + b, \quad h(x) = {h_text}",
         *(rf"T x &= {step.formula}" for step in primal.keys if not isinstance(step, Shorten)),
-        r"\min_W \ & \tfrac12\lVert W\rVert^2 + C\sum_j(\xi_j + \tilde\xi_j), \quad "
-        r"\lvert y_j - f(k_j)\rvert \le \varepsilon + \xi_j",
-        rf"W &= \sum_j (\alpha_j - \tilde\alpha_j)\,\Phi({T}k_j)/h(k_j), \quad "
-        r"0 \le \alpha_j, \tilde\alpha_j \le C",
-        r"v_j &= (\alpha_j - \tilde\alpha_j)/h(k_j)",
+        *_fit_latex(primal, T),
         rf"y(q) &= {read} + b",
     ]
     return "\n".join([r"\begin{align*}", " \\\\\n".join(lines), r"\end{align*}"])

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from dualform.attention.derivation import Problem
 from dualform.attention.derived import Derived
-from dualform.attention.svr import solve
+from dualform.attention.losses import solve_smooth
+from dualform.attention.svr import Array, Duals, solve
 from dualform.attention.transforms import Shorten
 from dualform.errors import AttentionError
 from dualform.memory.kernels import nonzero
@@ -45,6 +46,8 @@ class Primal(Problem):
         keys: what happens to queries and keys before Φ, in this order.
         epsilon: how far off a prediction may be at no cost.
         C: the price of being further off, in units of h̄², the geometric mean of h(k)².
+        loss: what a residual costs instead, a `Loss`; then there is no epsilon. The layer is the
+            same for all losses, since its values stand in for the duals.
     """
 
     def attention(self) -> Derived:
@@ -77,11 +80,14 @@ class Primal(Problem):
         features = _Features(self, k)
         G, h = features.gram(), features.h(k)
         C = self.C * float(nonzero(h).abs().log().mean().mul(2).exp())
-        duals = [solve(G.numpy(), column.numpy(), self.epsilon, C) for column in y.T]
+        duals = [self._duals(G.numpy(), column.numpy(), C) for column in y.T]
         beta = torch.stack([torch.from_numpy(one.beta) for one in duals], -1)
         b = torch.tensor([one.b for one in duals], dtype=torch.float64)
         values = self._lengthened(beta / nonzero(h), keys, seen)
         return Solution(features, beta, b, values, C, max(one.gap for one in duals))
+
+    def _duals(self, G: Array, y: Array, C: float) -> Duals:
+        return solve_smooth(G, y, self.loss, C) if self.loss else solve(G, y, self.epsilon, C)
 
     def _require_data(self, keys: Tensor, targets: Tensor, at: int | None) -> None:
         if not keys.ndim == targets.ndim == 2 or len(keys) != len(targets):
