@@ -22,6 +22,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    StaticCache,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -278,6 +279,66 @@ def test_padding_of_an_encoder_changes_nothing(name: str, side: str) -> None:
     with torch.no_grad():
         padded = model(batch, attention_mask=mask, position_ids=places).last_hidden_state
         near(padded[0][mask[0].bool()], model(given).last_hidden_state[0])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_mask_for_all_queries_alike_is_complete(name: str) -> None:
+    """As for torch's attention: queries see what it shows, also ahead."""
+    model, given = build(LlamaForCausalLM, LLAMA, name), tokens(1, 8)
+    keep = torch.ones(1, 1, 1, 8, dtype=torch.bool)
+    keep[..., 6:] = False
+    if name == "dualform_local":
+        keep = keep.expand(1, 1, 8, 8)
+    with torch.no_grad():
+        y = model(given, attention_mask=keep).logits
+        other = given.clone()
+        other[0, 5], other[0, 7] = 3, 3
+        changed = model(other, attention_mask=keep).logits
+    assert not torch.allclose(changed[:, 3], y[:, 3])
+    other[0, 5] = given[0, 5]
+    with torch.no_grad():
+        near(model(other, attention_mask=keep).logits[:, :7], y[:, :7])
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_weights_are_given_where_asked_for(name: str) -> None:
+    model = build(LlamaForCausalLM, LLAMA, name)
+    batch = tokens(2, 9)
+    batch[0, :3] = 0
+    mask = (batch != 0).long()
+    with torch.no_grad():
+        asked = model(batch, attention_mask=mask, output_attentions=True)
+        near(asked.logits, model(batch, attention_mask=mask).logits)
+    assert [a.shape for a in asked.attentions] == [(2, 8, 9, 9)] * 2
+    for weights in asked.attentions:
+        assert torch.equal(weights, weights.tril())
+        assert (weights[0, ..., :3] == 0).all()
+    if name == "dualform_softmax":
+        eager = build(LlamaForCausalLM, LLAMA, "eager")
+        with torch.no_grad():
+            theirs = eager(batch, attention_mask=mask, output_attentions=True).attentions
+        near(asked.attentions[0][1], theirs[0][1])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dualform_softmax",
+        "dualform_batch_norm",
+        pytest.param("dualform_scaled_heads", marks=pytest.mark.long),
+        pytest.param("dualform_batch_norm_scaled_heads", marks=pytest.mark.long),
+    ],
+)
+def test_a_compiled_step_with_a_static_cache(name: str) -> None:
+    """In parts where a layer asks where queries stand, and else as one graph."""
+    model, given = build(LlamaForCausalLM, LLAMA, name), tokens(2, 12)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, backend="eager")
+    with torch.no_grad():
+        model(given[:, :9], past_key_values=cache)
+        steps = [compiled(given[:, t : t + 1], past_key_values=cache).logits for t in range(9, 12)]
+        near(torch.cat(steps, 1), model(given).logits[:, 9:])
 
 
 # --- encoders and decoders --------------------------------------------------------------------

@@ -23,7 +23,6 @@ from dualform.attention.local import local
 from dualform.attention.primal import Primal
 from dualform.attention.ridge import ridge
 from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
-from dualform.attention.shapes import for_each_query_head
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
 
@@ -194,11 +193,19 @@ def with_weights(
     >>> torch.allclose(weights @ v, y, atol=1e-6), weights.shape
     (True, torch.Size([2, 5, 5]))
     """
-    v = for_each_query_head(v, q)
-    unit = torch.eye(k.shape[-2], dtype=v.dtype, device=v.device)
-    both = torch.cat([v, unit.expand(*v.shape[:-1], -1)], -1)
-    y = layer(q, for_each_query_head(k, q), both, **options)
+    y = layer(q, k, with_unit_values(v), **options)
     return y[..., : v.shape[-1]], y[..., v.shape[-1] :]
+
+
+def with_unit_values(v: Tensor) -> Tensor:
+    """(…, S, M + S): the values, and beside them the unit vectors, which a layer makes weights of.
+
+    >>> with_unit_values(torch.tensor([[5.0], [7.0]]))
+    tensor([[5., 1., 0.],
+            [7., 0., 1.]])
+    """
+    unit = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device)
+    return torch.cat([v, unit.expand(*v.shape[:-1], -1)], -1)
 
 
 def _require_arguments(layer: Layer) -> None:

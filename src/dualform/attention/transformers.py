@@ -14,8 +14,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from dualform.attention.kinds import KINDS, Layer, described, learned_parts, record_of
+from dualform.attention.kinds import (
+    KINDS,
+    Layer,
+    described,
+    learned_parts,
+    record_of,
+    with_unit_values,
+)
 from dualform.attention.kinds import kind as kind_of
 from dualform.attention.masks import Sight, read_mask
 from dualform.attention.primal import Primal
@@ -134,17 +142,20 @@ def _forward(
     sliding_window: int | None = None,
     cache: Any = None,
     **others: Any,
-) -> tuple[Tensor, None]:
-    known = record_of(kind)
+) -> tuple[Tensor, Tensor | None]:
+    known, keys = record_of(kind), key.shape[-2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _require_plain(softcap, s_aux, cache)
     _require_understood(others, attention_mask)
     _require_form(kind, causal)
-    sight = _sight(query, key, attention_mask, causal)
+    sight = _sight(query, key, attention_mask, causal, known.has_positions)
     if sight.keys is not None:
         key, value = (x[..., : sight.keys, :] for x in (key, value))
     if position_bias is not None:
         sight = _with_bias(sight, position_bias[..., : key.shape[-2]], query)
+    width, wants_weights = value.shape[-1], bool(others.get("output_attentions"))
+    if wants_weights:
+        value = with_unit_values(value)
     own = {name: getattr(module, f"{OWN}{name}", x) for name, x in options.items()}
     given = {"scale": scaling, **own} if known.takes_scale else own
     read = partial(known.layer, dropout_p=dropout, **given)
@@ -155,14 +166,15 @@ def _forward(
         y = _from_first_keys(read, query, key, value, sight)
     else:
         y = _read(read, query, key, value, sight)
-    return y.transpose(1, 2).contiguous(), None
+    weights = pad(y[..., width:], (0, keys - key.shape[-2])) if wants_weights else None
+    return y[..., :width].transpose(1, 2).contiguous(), weights
 
 
 def _read(read: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     return read(q, k, v, sight.mask, is_causal=sight.is_causal, offset=sight.offset)
 
 
-def _sight(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Sight:
+def _sight(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, places: bool) -> Sight:
     """Who sees whom, by the rules of transformers' sdpa attention."""
     L, S = q.shape[-2], k.shape[-2]
     if mask is None:
@@ -170,14 +182,14 @@ def _sight(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Sight:
             return Sight(None)
         # One query is the last of all tokens; several are the first, and further keys are room.
         return Sight(None, True, S - 1) if L == 1 else Sight(None, True, 0, L)
-    if mask.ndim != 4 or mask.shape[-2:] != (L, S):
+    if mask.ndim != 4 or any(a not in (1, b) for a, b in zip(mask.shape[-2:], (L, S), strict=True)):
         raise AttentionError(
             f"attention_mask of shape {tuple(mask.shape)} does not say of {L} queries and {S} keys "
             f"who sees whom; give (batch, tokens), or (batch, 1 or heads, {L}, {S})."
         )
-    if torch.compiler.is_compiling():
-        return Sight(mask)
-    return _READ(mask, causal)
+    if torch.compiler.is_compiling() and not places:
+        return Sight(mask)  # right for all that do not ask where a query stands, and one graph
+    return _read_outside_of_graphs(mask, causal, L, S)
 
 
 class _LastRead:
@@ -186,16 +198,16 @@ class _LastRead:
     def __init__(self) -> None:
         self._last: tuple[Any, int, bool, Sight] | None = None
 
-    def __call__(self, mask: Tensor, causal: bool) -> Sight:
+    def __call__(self, mask: Tensor, causal: bool, L: int, S: int) -> Sight:
         last = self._last
         if last and last[0]() is mask and last[1:3] == (mask._version, causal):
             return last[3]
-        sight = read_mask(mask, causal)
+        sight = read_mask(mask.expand(*mask.shape[:-2], L, S), causal)
         self._last = (ref(mask), mask._version, causal, sight)
         return sight
 
 
-_READ = _LastRead()
+_read_outside_of_graphs: Callable[..., Sight] = torch.compiler.disable(_LastRead())  # type: ignore[no-untyped-call]
 
 
 def _with_bias(sight: Sight, bias: Tensor, q: Tensor) -> Sight:

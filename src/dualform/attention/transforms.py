@@ -1,6 +1,7 @@
 """What a primal problem does to its inputs before the features: normalize them, or use fewer.
 
-A transform of one's own is a frozen dataclass with `apply`, and `formula` for the derivation:
+A transform of one's own has `apply`, and `formula` for the derivation. It is a frozen dataclass, or
+an `nn.Module` where it learns; one that looks at `keys` says so by `depends_on_keys = True`:
 
 >>> from dataclasses import dataclass
 >>> from dualform.attention import Primal
@@ -39,11 +40,11 @@ class Transform(ABC):
     formula: ClassVar[str]
     """T(x) in LaTeX."""
     depends_on_keys: ClassVar[bool] = False
-    """Whether T changes with the keys that are seen."""
+    """Whether T changes with the keys that are seen; only then are any shown to `apply`."""
 
     @abstractmethod
     def apply(self, x: Tensor, keys: Tensor) -> Tensor:
-        """T of rows (…, n, d), given the keys (…, S, d)."""
+        """T of rows (…, n, d), given the keys (…, S, d) that are seen, all by the same queries."""
 
     def shorten(self, k: Tensor, v: Tensor, open_end: bool) -> tuple[Tensor, Tensor]:
         """The data that are left; `open_end` keeps an incomplete block as it is."""
