@@ -18,6 +18,8 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertModel,
+    BloomConfig,
+    BloomForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -27,7 +29,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from dualform.attention import Primal, Transform
+from dualform.attention import Primal, Transform, replace
 from dualform.attention.transformers import _forward, register
 from dualform.errors import AttentionError
 
@@ -439,6 +441,23 @@ def test_what_is_not_understood_is_refused(name: str) -> None:
     with pytest.raises(AttentionError) as caught:
         _forward(nn.Identity(), X, X, X, kind="softmax", options={}, **given)
     assert str(caught.value) == message
+
+
+def test_a_model_that_would_ignore_the_layers_is_refused() -> None:
+    config = BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
+    model = BloomForCausalLM._from_config(config, attn_implementation="dualform_softmax")
+    with pytest.raises(AttentionError) as caught:
+        model(tokens(1, 6))
+    assert str(caught.value) == (
+        "the model of BloomConfig does not read by transformers' registry of attention, so "
+        "attn_implementation='dualform_softmax' would be ignored; choose 'eager', or another model."
+    )
+    with pytest.raises(AttentionError) as caught:
+        replace(BloomForCausalLM(config), "batch_norm")
+    assert str(caught.value) == (
+        "BloomForCausalLM does not read by transformers' registry of attention, so its attention "
+        "cannot be replaced."
+    )
 
 
 def test_an_option_of_ones_own_is_not_overruled_by_the_model() -> None:

@@ -79,6 +79,7 @@ class Huber(Loss):
 def solve_smooth(G: Array, y: Array, loss: Loss, C: float) -> Duals:
     """The regression of y on the features whose Gram matrix is G, with this loss.
 
+    >>> import numpy as np
     >>> duals = solve_smooth(np.eye(2), np.array([1.0, -1.0]), Squared(), C=1.0)
     >>> bool(np.allclose(duals.beta, [0.5, -0.5])), duals.gap < 1e-9
     (True, True)

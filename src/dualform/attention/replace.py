@@ -124,14 +124,15 @@ def _switch(model: Any, kind: str | Primal | Layer, options: dict[str, Any]) -> 
             "transformers can be given parameters as options only."
         )
     name = f"{OWN}{kind}" if isinstance(kind, str) and not options else f"{OWN}{next(_numbers)}"
+    layers = [module for module in model.modules() if calls_the_registry(module)]
     add(name, kind, options)
-    model.set_attn_implementation(name)
+    if layers:
+        model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise AttentionError(
             f"{type(model).__name__} does not read by transformers' registry of attention, so its "
             "attention cannot be replaced."
         )
-    layers = [module for module in model.modules() if calls_the_registry(module)]
     for layer in layers:
         for option, part in learned.items():
             own = deepcopy(part)

@@ -7,6 +7,7 @@ gets, taken apart only where it is a causal one. What a layer cannot follow is r
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -109,7 +110,20 @@ def add(name: str, kind: str | Primal | Layer, options: dict[str, Any]) -> None:
     """
     kind_of(kind, **options)  # raises where there is no such kind or option
     AttentionInterface.register(name, partial(_forward, kind=kind, options=options))
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, _mask)
+
+
+def _mask(*given: Any, config: Any = None, **named: Any) -> Tensor | None:
+    """The mask of torch's attention; a model that would not ask our layers is refused here."""
+    modeling = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+    if modeling is not None and not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+        raise AttentionError(
+            f"the model of {type(config).__name__} does not read by transformers' registry of "
+            f"attention, so attn_implementation='{config._attn_implementation}' would be ignored; "
+            "choose 'eager', or another model."
+        )
+    mask: Tensor | None = sdpa_mask(*given, config=config, **named)
+    return mask
 
 
 def calls_the_registry(module: nn.Module) -> bool:
