@@ -10,6 +10,7 @@ from tests.attention.cases import CASES, Case, draw, near
 from torch import Tensor, nn
 
 from dualform import attention
+from dualform.attention.batch_norm import statistics
 
 NUMBERS = {
     "-1e4": -1e4,
@@ -86,6 +87,23 @@ def test_decoding_far_keys_costs_no_digits() -> None:
     steps = [cache(*(x[..., t : t + 1, :] for x in (q, k, v))) for t in range(64)]
     exact = attention.batch_norm(q.double(), k.double(), v.double(), is_causal=True)
     assert (torch.cat(steps, -2) - exact).abs().max() < 8e-6
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_are_rounded_no_more_than_their_queries(
+    dtype: torch.dtype, causal: bool
+) -> None:
+    """As near to float64 as attention of the rewritten queries to the keys as they were given."""
+    for place in (0, 100):
+        q, k, v = (x.to(dtype) for x in draw(8, 128, 128, D=32, M=32))
+        q, k = q + place, k + place
+        given = {"is_causal": causal, "eps": 0.1}
+        exact = attention.batch_norm(q.double(), k.double(), v.double(), **given)
+        rewritten = statistics(q, k, is_causal=causal).rewrite(q.float(), 1.0, 0.1).to(dtype)
+        least = attention.softmax(rewritten, k, v, is_causal=causal)
+        found = attention.batch_norm(q, k, v, **given)
+        assert (found - exact).norm() <= 1.02 * (least - exact).norm()
 
 
 def test_an_origin_shows_no_query_its_future() -> None:

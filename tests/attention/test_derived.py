@@ -37,6 +37,22 @@ class Whiten(Transform):
 
 
 @dataclass(frozen=True)
+class Doubled(BatchNorm):
+    """More than what it is made from."""
+
+    def apply(self, x: Tensor, keys: Tensor) -> Tensor:
+        return 2 * super().apply(x, keys)
+
+
+@dataclass(frozen=True)
+class Sharp(Exponential):
+    """Not what it is made from."""
+
+    def _weights(self, queries: Tensor, keys: Tensor) -> Tensor:
+        return super()._weights(queries, keys) ** 2
+
+
+@dataclass(frozen=True)
 class Hedgehog(FeatureMap):
     """Features of one's own."""
 
@@ -66,6 +82,7 @@ PRIMALS = {
     "linear": Primal(kernel=EluPlusOne()),
     "row by row": Primal(keys=(RmsNorm(),)),
     "own transformation": Primal(keys=(Whiten(),)),
+    "made from batch_norm": Primal(keys=(Doubled(eps=0.1),)),
     "two transformations": Primal(keys=(RmsNorm(), Whiten()), kernel=Exponential(scale=0.8)),
     "own features": Primal(kernel=Hedgehog()),
     "own features, transformed": Primal(kernel=Hedgehog(), keys=(Whiten(),)),
@@ -193,6 +210,13 @@ def test_a_problem_is_a_kind_of_the_module(name: str) -> None:
     near(memory.read(module.heads(x, x, x)[0]), primal.attention()(*module.heads(x, x, x)))
 
 
+def test_a_subclass_is_asked_for_what_it_does() -> None:
+    q, k, v = draw(6, 5, 5)
+    kept = [BatchNorm(eps=0.1).apply(x, k) for x in (q, k)]
+    expected = attention.softmax(2 * kept[0], 2 * kept[1], v)
+    near(PRIMALS["made from batch_norm"].attention()(q, k, v), expected)
+
+
 SEEING = {
     "own transformation": Primal(keys=(Whiten(),), sees="causal"),
     "own transformation, window": Primal(keys=(Whiten(),), sees=3),
@@ -304,6 +328,11 @@ WRONG: dict[str, tuple[Any, str]] = {
         "kernel=LayerKernel(kind='softmax', options={}) gives no products Φ(x)·Φ(y); give "
         "Exponential, a FeatureMap or a Kernel of your own that is not normalized: h is the "
         "problem's normalizer.",
+    ),
+    "made from exp": (
+        lambda: Primal(kernel=Sharp()),
+        "kernel=Sharp(scale=None) is made from Exponential, whose weights are known without asking "
+        "it; make a Kernel of your own that gives the products instead.",
     ),
     "shape of h": (
         lambda: Primal(kernel=Dot(), normalizer=torch.sum).attention()(*draw(1, 3, 4)),

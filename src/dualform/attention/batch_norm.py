@@ -87,7 +87,7 @@ def batch_norm(
         origin, found = _measured(q, k, attn_mask, is_causal, offset)
         moved = wide(q) - beta * for_each_query_head(origin, q)
         q = found.rewrite(moved, beta, eps, variance).to(q.dtype)
-        k = (wide(k) - origin).to(k.dtype)
+        k = measured_from(origin, k)
     return softmax(q, k, v, attn_mask, is_causal, scale, offset=offset, dropout_p=dropout_p)
 
 
@@ -124,6 +124,18 @@ def origin_of(k: Tensor, keep: Tensor | None = None) -> Tensor:
         first, second = (k.where(keep & (nth == n), 0) for n in (1, 2))
     first, second = (x.sum(-2, keepdim=True) for x in (first, second))
     return torch.where(second.abs() < first.abs(), second, first)
+
+
+def measured_from(origin: Tensor, k: Tensor) -> Tensor:
+    """k − o, so that products with q' do not cancel; 16-bit keys as they are.
+
+    Those were rounded where they lie, and k − o would be rounded once more. Kernels add up their
+    products in 32 bits, and what rounding q' adds to a product with o is the same for every key.
+
+    >>> measured_from(torch.ones(1, 1), torch.tensor([[3.0]]))
+    tensor([[2.]])
+    """
+    return k - origin if wide(k) is k else k
 
 
 def _measured(

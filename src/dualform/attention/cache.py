@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.attention.batch_norm import Statistics, from_sums, origin_of
+from dualform.attention.batch_norm import Statistics, from_sums, measured_from, origin_of
 from dualform.attention.kinds import KINDS, Layer, described, options_of, record_of
 from dualform.attention.kinds import kind as kind_of
 from dualform.attention.linear import State, scan
@@ -205,7 +205,7 @@ class _Statistics(_Pairs):
         self._past = Statistics(*(x[..., -1:, :] for x in found))
         moved = wide(q) - self._beta * for_each_query_head(self._origin, q)
         rewritten = found.rewrite(moved, self._beta, self._eps, self._variance)
-        return super().step(rewritten.to(q.dtype), apart.to(k.dtype), v)
+        return super().step(rewritten.to(q.dtype), measured_from(self._origin, k), v)
 
     def tensors(self) -> list[Tensor]:
         own = [] if self._past is None or self._origin is None else [self._origin, *self._past]

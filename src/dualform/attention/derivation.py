@@ -60,6 +60,11 @@ class Problem:
             )
         if any(isinstance(step, Shorten) for step in self.keys[1:]):
             raise AttentionError("Shorten must come first in keys: it is about the data.")
+        if isinstance(self.kernel, Exponential) and type(self.kernel) is not Exponential:
+            raise AttentionError(
+                f"kernel={self.kernel} is made from Exponential, whose weights are known without "
+                "asking it; make a Kernel of your own that gives the products instead."
+            )
         if not isinstance(self.kernel, (Exponential, FeatureMap)) and (
             not isinstance(self.kernel, Kernel) or self.kernel.normalized
         ):

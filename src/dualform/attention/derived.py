@@ -117,7 +117,8 @@ class Derived:
         """The layer with kernels of its own that has these transformations, if there is one."""
         problem = self.problem
         softmaxed = isinstance(problem.kernel, Exponential) and problem.normalizer == "sum"
-        if isinstance(problem.sees, int) or not softmaxed:
+        own = any(type(step) not in (BatchNorm, Shorten) for step in problem.keys)
+        if isinstance(problem.sees, int) or not softmaxed or own:  # a subclass may do otherwise
             return None
         match problem.keys:
             case (BatchNorm() as norm,):

@@ -65,7 +65,7 @@ def linear(
     plain = attn_mask is None and not (offset or dropout_p) and normalized and q.shape == k.shape
     narrow = max(q.shape[-1], v.shape[-1]) <= 128
     q = q if scale is None else q * scale
-    if plain and narrow and isinstance(features, EluPlusOne) and can_fuse(q, k):
+    if plain and narrow and type(features) is EluPlusOne and can_fuse(q, k):
         from dualform.attention.kernels_linear import linear_attention
 
         return linear_attention(q, k, v, is_causal)
