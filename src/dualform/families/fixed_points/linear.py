@@ -1,4 +1,4 @@
-"""(I − Jᵀ)⁻¹ g at a fixed point: what a gradient becomes on its way through infinitely many steps."""
+"""(I − Jᵀ)⁻¹ g at a fixed point: what a gradient becomes through infinitely many steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Linearized:
 
     >>> halves = Linearized(lambda x: x / 2, torch.zeros(1, 2))
     >>> halves.solved(torch.ones(1, 2))[0]  # 1 / (1 − ½)
-    tensor([[2., 2.]])
+    tensor([[2.0000, 2.0000]])
     """
 
     step: Step
