@@ -265,7 +265,9 @@ def test_an_equilibrium_contracts_however_long_it_is_trained(seed: int, steps: i
     layer = EquilibriumAttention(16, 32)
     losses = trained(layer, steps)
     assert losses[-1] < 0.15 < losses[0]
-    assert float(layer.decay * layer._square_radius()) > 1  # it would not, at temperature 1
+    assert (
+        float(layer.decay * layer._square_radius().detach()) > 1
+    )  # it would not, at temperature 1
     assert layer.bound() <= 0.9 + 1e-6
 
 

@@ -362,7 +362,7 @@ def test_log_prob_is_minus_infinity_off_the_support() -> None:
 def test_a_cold_chain_is_viterbis_sequence(seed: int, n: int, s: int) -> None:
     chain, labels, neighbors = Chain(n, s), randn(n, s, seed=seed), randn(s, s, seed=seed + 1)
     sequences = torch.tensor(list(itertools.product(range(s), repeat=n)))
-    eta = chain.parameters(labels, neighbors)
+    eta = chain.eta(labels, neighbors)
     scores = [
         sum(float(labels[t, y[t]]) for t in range(n))
         + sum(float(neighbors[y[t], y[t + 1]]) for t in range(n - 1))
@@ -377,13 +377,60 @@ def test_a_cold_chain_is_viterbis_sequence(seed: int, n: int, s: int) -> None:
 
 def test_marginals_of_a_chain_and_a_loss_that_fits_them() -> None:
     chain = Chain(4, 3)
-    eta = chain.parameters(randn(2, 4, 3), randn(2, 3, 3, 3, seed=1)).requires_grad_()
+    eta = chain.eta(randn(2, 4, 3), randn(2, 3, 3, 3, seed=1)).requires_grad_()
     p = torch.softmax(chain.statistics(SEQUENCES).double() @ eta.T, 0)
     at = (SEQUENCES.unsqueeze(-1) == torch.arange(3)).double()
     near(chain.marginals(eta), torch.einsum("yb,yns->bns", p, at))
     y = chain.statistics(SEQUENCES[[5, 70]]).double()
     loss = -LogNormalizer(chain).log_prob(y, eta).sum()
     near(torch.autograd.grad(loss, eta)[0], (chain.mean(eta) - y).detach())
+
+
+@given(seed=st.integers(0, 2**31))
+@law
+def test_excluded_labels_and_neighbors_do_not_happen(seed: int) -> None:
+    """The family of the sequences that are left: their sum, marginals and derivatives."""
+    chain, labels, neighbors = Chain(4, 3), randn(4, 3, seed=seed), randn(3, 3, seed=seed + 1)
+    labels[1, 2], neighbors[0, 1], neighbors[2] = -torch.inf, -torch.inf, -torch.inf
+    left = [
+        y
+        for y in SEQUENCES
+        if y[1] != 2 and all((a, b) != (0, 1) and a != 2 for a, b in itertools.pairwise(y.tolist()))
+    ]
+    x, eta = chain.statistics(torch.stack(left)).double(), chain.eta(labels, neighbors)
+    finite = eta.masked_fill(eta == -torch.inf, 0)
+    p = torch.softmax(x @ finite, 0)
+    T = torch.tensor(1.0, dtype=F64, requires_grad=True)
+    G, eta = LogNormalizer(chain, T), eta.requires_grad_()
+    near(G.value(eta), (x @ finite).logsumexp(0))
+    near(G.mean(eta), p @ x)
+    near(G.entropy(eta), -(p * p.log()).sum())
+    slopes = torch.autograd.grad(G.value(eta), (eta, T))
+    near(slopes[0], p @ x)
+    near(slopes[1], -(p * p.log()).sum())
+    near(G.covariance(eta.detach()), (x - p @ x).T @ (p[:, None] * (x - p @ x)))
+    assert G.kl(eta, eta) == 0
+    assert G.kl(chain.eta(torch.zeros(4, 3).double(), torch.zeros(3, 3).double()), eta) == torch.inf
+    near(G.log_prob(x, eta), p.log())
+    assert G.log_prob(chain.statistics(SEQUENCES[-1]).double(), eta) == -torch.inf
+    drawn = G.sample(eta.detach(), 200, torch.Generator().manual_seed(0))
+    assert G.log_prob(drawn, eta).isfinite().all()
+
+
+@given(seed=st.integers(0, 2**31))
+@law
+def test_shorter_sequences_are_those_of_shorter_chains(seed: int) -> None:
+    labels, neighbors = randn(3, 4, 2, seed=seed), randn(2, 2, seed=seed + 1)
+    lengths, y = torch.tensor([4, 1, 3]), torch.randint(2, (3, 4))
+    chain = Chain(4, 2)
+    eta = chain.eta(labels, neighbors, lengths)
+    log_p = LogNormalizer(chain).log_prob(chain.statistics(y, lengths).double(), eta)
+    for i, n in enumerate(lengths.tolist()):
+        alone = Chain(n, 2)
+        own = alone.eta(labels[i, :n], neighbors)
+        near(chain.log_normalizer(eta[i]), alone.log_normalizer(own))
+        near(chain.marginals(eta[i])[:n], alone.marginals(own))
+        near(log_p[i], LogNormalizer(alone).log_prob(alone.statistics(y[i, :n]).double(), own))
 
 
 # --- composed measures ------------------------------------------------------------------------

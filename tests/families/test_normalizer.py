@@ -481,6 +481,15 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Chain(0, 2),
         "length=0 and labels=2 leave nothing to choose; both must be 1 or more.",
     ),
+    "lengths": (
+        lambda: Chain(3, 2).statistics(torch.zeros(2, 3, dtype=torch.long), torch.tensor([0, 4])),
+        "lengths from 0 to 4 do not fit Chain(length=3, labels=2); each must lie between 1 and 3.",
+    ),
+    "nothing left": (
+        lambda: Chain(2, 1).log_normalizer(torch.full((3,), -torch.inf)),
+        "every sequence of Chain(length=2, labels=1) is excluded by scores of −∞; leave at least "
+        "one.",
+    ),
     "box": (
         lambda: Interval(torch.ones(1), torch.zeros(1)),
         "low=[1.0] must lie below high=[0.0] throughout.",

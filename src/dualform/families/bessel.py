@@ -17,6 +17,10 @@ from torch import Tensor
 
 LEVELS = 64
 MOST = 1e300
+MOST_SCALINGS = 100
+ROUNDING = 4e-16
+BELOW_ONE = 1 - 2**-53
+"""The greatest length of a mean, in float64."""
 
 
 def log_hypergeometric(s: Tensor, d: int) -> Tensor:
@@ -38,6 +42,29 @@ def ratio(s: Tensor, d: int) -> Tensor:
     """
     value: Tensor = _Ratio.apply(s, d)  # type: ignore[no-untyped-call]
     return value
+
+
+@torch.no_grad()
+def concentration(r: Tensor, d: int) -> Tensor:
+    """κ ≥ 0 with κ R_d(κ²) = r, for 0 ≤ r < 1, in float64: how concentrated a mean of length r is.
+
+    Odds r/(1 − r) grow like κ, at both ends in proportion to it; so κ is scaled by what is missing.
+
+    >>> kappa = concentration(torch.tensor([0.0, 0.5, 0.999]), 3)
+    >>> kappa * ratio(kappa**2, 3)
+    tensor([0.0000, 0.5000, 0.9990], dtype=torch.float64)
+    """
+    r = r.double()
+    if d == 1:
+        return torch.atanh(r)
+    kappa = r * (d - r**2) / (1 - r**2)
+    for _ in range(MOST_SCALINGS):
+        found = kappa * ratio(kappa**2, d)
+        if bool(((found - r).abs() <= ROUNDING * r).all()):
+            break
+        scale = r / found * ((1 - found) / (1 - r))
+        kappa = torch.where((found > 0) & (found < 1), kappa * scale, kappa)
+    return kappa
 
 
 class _LogHypergeometric(torch.autograd.Function):

@@ -10,7 +10,8 @@ from torch import Tensor
 from dualform.errors import FamilyError
 from dualform.families.checks import holds, require_finite, visible
 from dualform.families.measures.measure import Measure
-from dualform.memory import Exponential, Memory
+from dualform.families.tilting import log_average
+from dualform.memory import Exponential, Kernel, Memory
 from dualform.memory.fused import fused_attention
 
 
@@ -32,9 +33,13 @@ class Empirical(Memory, Measure):
             [3.0000]])
     """
 
-    offset: Tensor | None
-    limit: float
-    """The largest ‖η‖ under which no score can leave its type; negative where points are unseen."""
+    points: Tensor
+    mass: Tensor | None
+    bias: Tensor | None
+    mask: Tensor | None
+
+    __setattr__ = Measure.__setattr__  # a memory is frozen, a module is not
+    __delattr__ = Measure.__delattr__
 
     def __init__(
         self,
@@ -44,10 +49,44 @@ class Empirical(Memory, Measure):
         bias: Float[Tensor, "..."] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
     ) -> None:
-        super().__init__(points, points, Exponential(scale=1.0))
+        Measure.__init__(self)
+        for name, value in (("points", points), ("mass", weights), ("bias", bias)):
+            self.hold(name, value)
+        self.hold("mask", mask)
+        self.__post_init__()  # rows that pair up
         _require_support(points)
-        object.__setattr__(self, "limit", _limit(points))
-        object.__setattr__(self, "offset", _offset(points, weights, bias, mask))
+        _require_offset(points, weights, bias, mask)
+        self._limit = (self._seen(), _limit(points))
+
+    @property
+    def keys(self) -> Tensor:
+        """The points."""
+        return self.points
+
+    @property
+    def values(self) -> Tensor:
+        """The points."""
+        return self.points
+
+    @property
+    def kernel(self) -> Kernel:
+        """exp(η·x)."""
+        return Exponential(scale=1.0)
+
+    @property
+    def offset(self) -> Tensor | None:
+        """log h_j + b_j, −∞ where masked; None where there is nothing to add."""
+        return _offset(self.points, self.mass, self.bias, self.mask)
+
+    @property
+    def limit(self) -> float:
+        """The largest ‖η‖ under which no score can leave its type; negative where unseen."""
+        if self._limit[0] != self._seen():  # points are learned, moved and loaded
+            self._limit = (self._seen(), _limit(self.points))
+        return self._limit[1]
+
+    def _seen(self) -> tuple[int, int]:
+        return id(self.points), self.points._version
 
     def __repr__(self) -> str:
         return f"Empirical(points={tuple(self.keys.shape)})"
@@ -63,9 +102,8 @@ class Empirical(Memory, Measure):
                 f"an empirical measure cannot be added to {other!r}; give Empirical(points)."
             )
         self._require_addable(other)
-        joined = Empirical(torch.cat([self.keys, other.keys], dim=-2))
-        object.__setattr__(joined, "offset", _joined(self, other))
-        return joined
+        points = torch.cat([self.keys, other.keys], dim=-2)
+        return Empirical(points, bias=_joined(self, other))
 
     @property
     def width(self) -> int:
@@ -91,6 +129,51 @@ class Empirical(Memory, Measure):
         nothing = _nothing(logits)
         sums = logits.masked_fill(nothing, 0).logsumexp(-1)
         return sums.masked_fill(nothing.squeeze(-1), -torch.inf)
+
+    def soft_maximum(
+        self, eta: Float[Tensor, "*batch d"], beta: Float[Tensor, "*batch 1"]
+    ) -> Float[Tensor, "*shape"]:
+        """m + log Σ_j h_j exp(β(η·x_j − m)) / β: only what is left of the maximum m is scaled."""
+        _require_queries(eta, self.keys)
+        products, offset = eta @ self.keys.mT, self.offset
+        hidden = torch.zeros_like(products, dtype=torch.bool)
+        hidden = hidden if offset is None else hidden | (offset == -torch.inf)
+        most = products.detach().masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
+        nothing = most == -torch.inf
+        most = most.masked_fill(nothing, 0)
+        left = beta * (products - most).masked_fill(hidden, 0)
+        left = left if offset is None else left + offset
+        sums = left.masked_fill(nothing, 0).logsumexp(-1) / beta.squeeze(-1)
+        return (most.squeeze(-1) + sums).masked_fill(nothing.squeeze(-1), -torch.inf)
+
+    def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
+        """−Σ_j p_j log(p_j / h_j), at most the logarithm of the mass; −∞ where all is masked."""
+        logits, offset = self.logits(eta), self.offset
+        none = torch.zeros_like(logits[..., 0], dtype=torch.bool)
+        nothing = none if offset is None else _nothing(logits).squeeze(-1)
+        logits = logits.masked_fill(nothing.unsqueeze(-1), 0)
+        log_p = logits.log_softmax(-1)
+        relative = log_p if offset is None else log_p - offset.masked_fill(offset == -torch.inf, 0)
+        hidden = logits == -torch.inf
+        terms = (log_p.exp() * relative.masked_fill(hidden, 0)).masked_fill(hidden, 0)
+        flat = torch.zeros_like(logits) if offset is None else torch.zeros_like(logits) + offset
+        mass = flat.logsumexp(-1).detach()
+        over = (-terms.sum(-1) - mass).detach().clamp(min=0)
+        return (-terms.sum(-1) - over).masked_fill(nothing, -torch.inf)
+
+    def divergence(
+        self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
+    ) -> Float[Tensor, "*shape"]:
+        """log Σ_j p_j exp((other − η)·(x_j − E x)); 0 where every point is masked."""
+        logits = self.logits(eta)
+        nothing = _nothing(logits)
+        p = self.scores(eta)
+        along = (other - eta) @ self.keys.mT
+        t = along - (p * along).sum(-1, keepdim=True)
+        hidden = (p == 0) & (logits == -torch.inf)
+        log_p = logits.masked_fill(nothing, 0).log_softmax(-1)
+        apart = log_average(p, log_p, t.masked_fill(hidden, 0))
+        return apart.masked_fill(nothing.squeeze(-1), 0)
 
     def mean(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape d"]:
         """Σ_j p_j x_j: attention."""
@@ -228,29 +311,37 @@ def _four(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-2]), 1, *x.shape[-2:])
 
 
+def _require_offset(
+    points: Tensor, weights: Tensor | None, bias: Tensor | None, mask: Tensor | None
+) -> None:
+    if weights is not None:
+        _require_weights(points, weights)
+    if bias is not None:
+        _require_fitting("bias", bias, points)
+    if mask is not None:
+        _require_fitting("mask", mask, points)
+
+
 def _offset(
     points: Tensor, weights: Tensor | None, bias: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """log h_j + b_j, −∞ where masked; None where there is nothing to add."""
     parts = []
     if weights is not None:
-        _require_weights(points, weights)
         parts.append(weights.log().unsqueeze(-2) if points.ndim > 2 else weights.log())
     if bias is not None:
-        _require_fitting("bias", bias, points)
         parts.append(bias)
     if mask is not None:
-        _require_fitting("mask", mask, points)
         parts.append(points.new_zeros(()).masked_fill(~mask, -torch.inf))
     return sum(parts[1:], parts[0]) if parts else None
 
 
 def _joined(first: Empirical, second: Empirical) -> Tensor | None:
-    if first.offset is None and second.offset is None:
+    offsets = [m.offset for m in (first, second)]
+    if all(one is None for one in offsets):
         return None
     parts = [
-        m.keys.new_zeros(m.keys.shape[-2]) if m.offset is None else m.offset
-        for m in (first, second)
+        m.keys.new_zeros(m.keys.shape[-2]) if one is None else one
+        for m, one in zip((first, second), offsets, strict=True)
     ]
     batch = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
     return torch.cat([part.expand(*batch, part.shape[-1]) for part in parts], dim=-1)
