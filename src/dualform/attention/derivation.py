@@ -71,7 +71,7 @@ def _text(primal: Problem) -> str:
         f"Features  Φ(x)·Φ(y) = {_product(primal, 'x', 'y')}",
         *(f"Inputs    {step}" for step in primal.keys),
         "Primal    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j), |y_j − f(k_j)| ≤ ε + ξ_j, "
-        f"ε = {primal.epsilon:g}, C = {primal.C:g} h̄²",
+        f"ε = {primal.epsilon:g}, C = {primal.C:g}/ḡ, ḡ the geometric mean of G_jj",
         f"KKT       W = Σ_j (α_j − α̃_j) Φ({T}k_j)/h(k_j), 0 ≤ α, α̃ ≤ C",
         "Dual      max y·(α − α̃) − ε Σ(α + α̃) − ½ (α − α̃)ᵀG(α − α̃), "
         f"G_ij = Φ({T}k_i)·Φ({T}k_j)/(h(k_i) h(k_j)), Σ(α − α̃) = 0",

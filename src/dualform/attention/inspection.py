@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from dualform.attention.ridge import solved
 from dualform.attention.shapes import for_each_query_head
 from dualform.attention.shorten import shorten
 from dualform.attention.transforms import BatchNorm
+from dualform.attention.units import log_mean
 from dualform.errors import AttentionError
 
 
@@ -36,6 +38,9 @@ class Support:
 class Inspection:
     """The duals α = v·h(k) of each head, (batch, keys, m), and what the heads give.
 
+    Duals are in units of 1/ḡ, as those of `Primal.solve` are: ḡ is the geometric mean of
+    Φ(k)·Φ(k)/h(k)² over the keys of a sample.
+
     >>> _ = torch.manual_seed(0)
     >>> seen = inspect(MultiheadAttention(16, 4, kind="batch_norm"), torch.randn(10, 2, 16))
     >>> len(seen.alpha), seen.alpha[0].shape
@@ -45,17 +50,23 @@ class Inspection:
     """
 
     alpha: tuple[Tensor, ...]
-    """One a head; heads of shortened keys have fewer rows."""
+    """One a head; heads of shortened keys have fewer rows. Infinite where float64 ends: `sizes`."""
     outputs: Tensor
     """(batch, heads, L, m), before the output projection."""
+    sizes: tuple[Tensor, ...] = ()
+    """log |α|, of any size; of `alpha` unless given."""
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            object.__setattr__(self, "sizes", tuple(alpha.abs().log() for alpha in self.alpha))
 
     def support(self, C: float, tolerance: float = 1e-6) -> list[Support]:
-        """For each head, how its duals stand to a box |α| ≤ C."""
+        """For each head, how its duals stand to a box |α| ≤ C, the C of a `Primal`."""
         found = []
-        for alpha in self.alpha:
-            zero = int((alpha.abs() <= tolerance * C).sum())
-            bound = int((alpha.abs() >= C * (1 - tolerance)).sum())
-            found.append(Support(C, zero, alpha.numel() - zero - bound, bound))
+        for size in self.sizes:
+            zero = int((size <= math.log(tolerance * C)).sum())
+            bound = int((size >= math.log(C) + math.log1p(-tolerance)).sum())
+            found.append(Support(C, zero, size.numel() - zero - bound, bound))
         return found
 
     def distance(self, relative: bool = False) -> float:
@@ -73,7 +84,7 @@ class Inspection:
 
 @torch.no_grad()
 def inspect(layer: nn.MultiheadAttention, x: Tensor, context: Tensor | None = None) -> Inspection:
-    """The duals α_j = v_j h(k_j) of a layer that runs on x, and its heads' outputs, in float64.
+    """The duals α_j = v_j h(k_j) ḡ of a layer that runs on x, and its heads' outputs, in float64.
 
     Takes torch's module too. With `context`, keys and values come from there.
 
@@ -88,8 +99,8 @@ def inspect(layer: nn.MultiheadAttention, x: Tensor, context: Tensor | None = No
     q, k, v = module.heads(*rows)
     outputs = kind_of(module.kind, **module.options)(q, k, v)
     k, v = (for_each_query_head(t, q) for t in (k, v))
-    alpha = [_duals(module, k[:, h], v[:, h], h) for h in range(module.num_heads)]
-    return Inspection(tuple(alpha), outputs)
+    duals = [_duals(module, k[:, h], v[:, h], h) for h in range(module.num_heads)]
+    return Inspection(tuple(a for a, _ in duals), outputs, tuple(size for _, size in duals))
 
 
 def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
@@ -114,8 +125,8 @@ def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
     return copy.to(layer.out_proj.weight.device)
 
 
-def _duals(module: MultiheadAttention, k: Tensor, v: Tensor, head: int) -> Tensor:
-    """v_j h(k_j), h by the features and the data of the head's regression."""
+def _duals(module: MultiheadAttention, k: Tensor, v: Tensor, head: int) -> tuple[Tensor, Tensor]:
+    """v_j h(k_j) ḡ and its size, h by the features and the data of the head's regression."""
     options = options_of(module.kind, module.options)
     if "factors" in options:
         lead, factors = options["lead"], options["factors"]
@@ -126,20 +137,27 @@ def _duals(module: MultiheadAttention, k: Tensor, v: Tensor, head: int) -> Tenso
         k = BatchNorm(options["beta"], options["eps"]).apply(k, k)
     if "penalty" in options:
         v = solved(k, v, None, options["scale"], options["penalty"])
-    return v * _h(k, options)
+    log_h, log_own = _log_sizes(k, options)
+    unit = log_mean(log_own, log_h).unsqueeze(-1)
+    size = v.abs().log() + log_h.unsqueeze(-1) + unit
+    return v.sign() * size.exp(), size
 
 
-def _h(k: Tensor, options: dict[str, Any]) -> Tensor:
-    """h(k_j) = Σ_i Φ(k_j)·Φ(k_i) over the keys that k_j sees; 1 where nothing is divided."""
+def _log_sizes(k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """log |h(k_j)|, h(k_j) = Σ_i Φ(k_j)·Φ(k_i) over the keys that k_j sees, and log Φ(k_j)·Φ(k_j).
+
+    h is 1 where nothing is divided.
+    """
     scale: float | None = options["scale"]
     if "features" in options:
-        if not options["normalized"]:
-            return torch.ones_like(k[..., :1])
         phi = options["features"].features
-        h: Tensor = phi(k if scale is None else k * scale) @ phi(k).sum(-2).unsqueeze(-1)
-        return h
-    products = ((k.shape[-1] ** -0.5 if scale is None else scale) * k @ k.mT).exp()
+        asked, kept = phi(k if scale is None else k * scale), phi(k)
+        own = (asked * kept).sum(-1)
+        h = (asked * kept.sum(-2, keepdim=True)).sum(-1)
+        return (h.abs().log() if options["normalized"] else torch.zeros_like(h)), own.log()
+    scores = (k.shape[-1] ** -0.5 if scale is None else scale) * k @ k.mT
+    own = scores.diagonal(dim1=-2, dim2=-1)
     if "window" in options:
         j = torch.arange(k.shape[-2], device=k.device)
-        products = products * ((j[:, None] - j).abs() <= options["window"])
-    return products.sum(-1, keepdim=True)
+        scores = scores.masked_fill((j[:, None] - j).abs() > options["window"], -torch.inf)
+    return scores.logsumexp(-1), own
