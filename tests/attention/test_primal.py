@@ -169,6 +169,26 @@ def test_explanations_carry_the_choices() -> None:
     assert latex.count("{") == latex.count("}")
 
 
+@pytest.mark.parametrize("name", [*PRIMALS, *SEEING])
+def test_latex_says_all_that_the_text_does(name: str) -> None:
+    primal = (PRIMALS | SEEING)[name]
+    text, latex = primal.explain(), primal.explain(latex=True)
+    assert latex.count("{") == latex.count("}")
+    assert latex.count("&") == latex.count("\\\\") + 1  # one in each line
+    (seen,) = {line.split(", over ")[1] for line in text.splitlines() if ", over " in line}
+    assert rf"\text{{over {seen}}}" in latex
+    for said in (
+        rf"\varepsilon = {primal.epsilon:g},\ C = {primal.C:g}/\bar g",
+        r"\max_{\alpha,\tilde\alpha}",
+        r"\sum_j(\alpha_j - \tilde\alpha_j) = 0",
+        r"W_V x_j",
+        r"G_{ij} &= \Phi(",
+    ):
+        assert said in latex
+    for step in primal.keys:
+        assert (step.pool if isinstance(step, Shorten) else step.formula) in latex
+
+
 WRONG = {
     "sees": (
         lambda: Primal(sees="past"),

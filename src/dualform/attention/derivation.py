@@ -89,15 +89,41 @@ def _latex(primal: Problem) -> str:
     read = rf"\frac{{{read}}}{{\sum_j {product}}}" if primal.normalizer == "sum" else read
     lines = [
         rf"f(x) &= W\,\Phi({T}x)/h(x) + b, \quad h(x) = {h}",
+        *_data_latex(primal),
         *(rf"T x &= {step.formula}" for step in primal.keys if not isinstance(step, Shorten)),
         r"\min_W \ & \tfrac12\lVert W\rVert^2 + C\sum_j(\xi_j + \tilde\xi_j), \quad "
-        r"\lvert y_j - f(k_j)\rvert \le \varepsilon + \xi_j",
+        r"\lvert y_j - f(k_j)\rvert \le \varepsilon + \xi_j, \quad "
+        rf"\varepsilon = {primal.epsilon:g},\ C = {primal.C:g}/\bar g",
         rf"W &= \sum_j (\alpha_j - \tilde\alpha_j)\,\Phi({T}k_j)/h(k_j), \quad "
         r"0 \le \alpha_j, \tilde\alpha_j \le C",
-        r"v_j &= (\alpha_j - \tilde\alpha_j)/h(k_j)",
+        *_dual_latex(T),
+        r"v_j &= (\alpha_j - \tilde\alpha_j)/h(k_j), \quad "
+        r"\text{in a network } v_j = W_V x_j \text{ stands in for them}",
         rf"y(q) &= {read} + b",
     ]
     return "\n".join([r"\begin{align*}", " \\\\\n".join(lines), r"\end{align*}"])
+
+
+def _data_latex(primal: Problem) -> list[str]:
+    """What the features are, and over which keys every sum goes."""
+    if isinstance(primal.kernel, Exponential):
+        features = rf"\Phi(x)^\top\Phi(y) &= {_product_latex(primal, 'x', 'y')}"
+    else:
+        kernel = str(primal.kernel).replace("_", r"\_")
+        features = rf"\Phi &= \varphi \text{{ of {kernel}}}"
+    return [features, rf"\textstyle\sum_j &\ \text{{{_sees(primal)}}}"]
+
+
+def _dual_latex(T: str) -> list[str]:
+    """The dual, its matrix and the unit of its bound."""
+    return [
+        r"\max_{\alpha,\tilde\alpha} \ & y^\top(\alpha - \tilde\alpha) "
+        r"- \varepsilon\textstyle\sum_j(\alpha_j + \tilde\alpha_j) "
+        r"- \tfrac12(\alpha - \tilde\alpha)^\top G(\alpha - \tilde\alpha), \quad "
+        r"\textstyle\sum_j(\alpha_j - \tilde\alpha_j) = 0",
+        rf"G_{{ij}} &= \Phi({T}k_i)^\top\Phi({T}k_j)/(h(k_i)\,h(k_j)), \quad "
+        r"\bar g = \textstyle\prod_j G_{jj}^{1/n}",
+    ]
 
 
 def _maps(primal: Problem) -> bool:
