@@ -260,13 +260,31 @@ def test_sphere_of_three_dimensions_is_langevin() -> None:
 @pytest.mark.parametrize("kappa", [1e-8, 1e-3, 0.1, 1.0, 10.0, 64.0, 300.0, 1e3, 1e4])
 def test_bessel_functions_equal_mpmath(d: int, kappa: float) -> None:
     s = tensor(kappa**2)
-    with mpmath.workdps(40):
+    with mpmath.workdps(60):
         nu, k = mpmath.mpf(d) / 2 - 1, mpmath.sqrt(mpmath.mpf(s.item()))
         low, high = (mpmath.besseli(nu + i, k, maxterms=10**6) for i in (0, 1))
         F = float(mpmath.loggamma(nu + 1) + nu * mpmath.log(2 / k) + mpmath.log(low))
         R = float(high / (k * low))
-    assert log_hypergeometric(s, d).item() == pytest.approx(F, rel=3e-14, abs=3e-16)
+    assert log_hypergeometric(s, d).item() == pytest.approx(F, rel=3e-14, abs=0)
     assert ratio(s, d).item() == pytest.approx(R, rel=3e-15, abs=0)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 16, 64, 1000, 100_000])
+@given(size=st.floats(-8, 5))
+@settings(deadline=None, max_examples=15)
+def test_the_sphere_has_the_digits_that_it_promises(d: int, size: float) -> None:
+    s = tensor(10 ** (2 * size))
+    with mpmath.workdps(60):
+        nu, k = mpmath.mpf(d) / 2 - 1, mpmath.sqrt(mpmath.mpf(s.item()))
+        low, high, top = (mpmath.besseli(nu + i, k, maxterms=10**6) for i in (0, 1, 2))
+        F = mpmath.loggamma(nu + 1) + nu * mpmath.log(2 / k) + mpmath.log(low)
+        R, above = high / (k * low), top / (k * high)
+        along = float(R + k**2 * R * (above - R))
+    assert log_hypergeometric(s, d).item() == pytest.approx(float(F), rel=1e-13, abs=0)
+    assert ratio(s, d).item() == pytest.approx(float(R), rel=1e-14, abs=0)
+    own, up = ratio(s, d), ratio(s, d + 2)
+    variance = (own + s * own * (up - own)).item()
+    assert variance == pytest.approx(along, rel=1e-13, abs=5e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
