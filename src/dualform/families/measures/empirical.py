@@ -10,6 +10,12 @@ from torch import Tensor
 from dualform.errors import FamilyError
 from dualform.families.checks import holds, require_finite, visible
 from dualform.families.measures.measure import Measure
+from dualform.families.measures.points import (
+    require_offset,
+    require_queries,
+    require_support,
+    require_values,
+)
 from dualform.families.tilting import log_average
 from dualform.memory import Exponential, Kernel, Memory
 from dualform.memory.fused import fused_attention
@@ -54,8 +60,8 @@ class Empirical(Memory, Measure):
             self.hold(name, value)
         self.hold("mask", mask)
         self.__post_init__()  # rows that pair up
-        _require_support(points)
-        _require_offset(points, weights, bias, mask)
+        require_support(points)
+        require_offset(points, weights, bias, mask)
         self._limit = (self._seen(), _limit(points))
 
     @property
@@ -112,7 +118,7 @@ class Empirical(Memory, Measure):
 
     def logits(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape n"]:
         """η·x_j + log h_j + b_j; −∞ where a point takes no part."""
-        _require_queries(eta, self.keys)
+        require_queries(eta, self.keys)
         products = eta @ self.keys.mT
         return products if self.offset is None else products + self.offset
 
@@ -134,7 +140,7 @@ class Empirical(Memory, Measure):
         self, eta: Float[Tensor, "*batch d"], beta: Float[Tensor, "*batch 1"]
     ) -> Float[Tensor, "*shape"]:
         """m + log Σ_j h_j exp(β(η·x_j − m)) / β: only what is left of the maximum m is scaled."""
-        _require_queries(eta, self.keys)
+        require_queries(eta, self.keys)
         products, offset = eta @ self.keys.mT, self.offset
         hidden = torch.zeros_like(products, dtype=torch.bool)
         hidden = hidden if offset is None else hidden | (offset == -torch.inf)
@@ -149,17 +155,12 @@ class Empirical(Memory, Measure):
     def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
         """−Σ_j p_j log(p_j / h_j), at most the logarithm of the mass; −∞ where all is masked."""
         logits, offset = self.logits(eta), self.offset
-        none = torch.zeros_like(logits[..., 0], dtype=torch.bool)
-        nothing = none if offset is None else _nothing(logits).squeeze(-1)
-        logits = logits.masked_fill(nothing.unsqueeze(-1), 0)
-        log_p = logits.log_softmax(-1)
-        relative = log_p if offset is None else log_p - offset.masked_fill(offset == -torch.inf, 0)
-        hidden = logits == -torch.inf
-        terms = (log_p.exp() * relative.masked_fill(hidden, 0)).masked_fill(hidden, 0)
-        flat = torch.zeros_like(logits) if offset is None else torch.zeros_like(logits) + offset
-        mass = flat.logsumexp(-1).detach()
-        over = (-terms.sum(-1) - mass).detach().clamp(min=0)
-        return (-terms.sum(-1) - over).masked_fill(nothing, -torch.inf)
+        log_h = torch.zeros_like(logits) if offset is None else offset.expand_as(logits)
+        nothing, hidden = _nothing(logits), logits == -torch.inf
+        log_p = logits.masked_fill(nothing, 0).log_softmax(-1)
+        entropy = -(log_p.exp() * (log_p - log_h).masked_fill(hidden, 0)).sum(-1)
+        over = (entropy - log_h.logsumexp(-1)).detach().clamp(min=0)  # by rounding
+        return (entropy - over).masked_fill(nothing.squeeze(-1), -torch.inf)
 
     def divergence(
         self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
@@ -189,7 +190,7 @@ class Empirical(Memory, Measure):
         """Σ_j p_j v_j: attention with values, by torch's fused kernel where no gradient is due."""
         read = self.fused(eta, values)
         if read is None:
-            _require_values(values, self.keys)
+            require_values(values, self.keys)
             read = self.scores(eta) @ values
         return read
 
@@ -209,7 +210,7 @@ class Empirical(Memory, Measure):
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
     ) -> Float[Tensor, "*shape m d"]:
         """Σ_j p_j (v_j − E v)(x_j − E x)ᵀ."""
-        _require_values(values, self.keys)
+        require_values(values, self.keys)
         p = self.scores(eta)
         v, x = _centered(p, values), _centered(p, self.keys)
         return v.mT @ (p.unsqueeze(-1) * x)
@@ -311,17 +312,6 @@ def _four(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-2]), 1, *x.shape[-2:])
 
 
-def _require_offset(
-    points: Tensor, weights: Tensor | None, bias: Tensor | None, mask: Tensor | None
-) -> None:
-    if weights is not None:
-        _require_weights(points, weights)
-    if bias is not None:
-        _require_fitting("bias", bias, points)
-    if mask is not None:
-        _require_fitting("mask", mask, points)
-
-
 def _offset(
     points: Tensor, weights: Tensor | None, bias: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
@@ -345,57 +335,3 @@ def _joined(first: Empirical, second: Empirical) -> Tensor | None:
     ]
     batch = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
     return torch.cat([part.expand(*batch, part.shape[-1]) for part in parts], dim=-1)
-
-
-def _require_support(points: Tensor) -> None:
-    if points.shape[-2] == 0:
-        raise FamilyError(
-            f"points of shape {tuple(points.shape)} are an empty support, on which there is no "
-            "distribution; give at least one point."
-        )
-
-
-def _require_queries(eta: Tensor, points: Tensor) -> None:
-    if eta.ndim == 1 and points.ndim > 2:
-        raise FamilyError(
-            f"eta of shape {tuple(eta.shape)} is one query, but points of shape "
-            f"{tuple(points.shape)} are a batch of measures; give eta of shape "
-            f"(…, q, {points.shape[-1]})."
-        )
-    if eta.dtype != points.dtype and not torch.is_autocast_enabled(eta.device.type):
-        raise FamilyError(
-            f"eta is {eta.dtype}, but the points are {points.dtype}; give eta as "
-            f"eta.to({points.dtype})."
-        )
-
-
-def _require_values(values: Tensor, points: Tensor) -> None:
-    if values.ndim < 2 or values.shape[-2] != points.shape[-2]:
-        raise FamilyError(
-            f"values of shape {tuple(values.shape)} do not belong to {points.shape[-2]} points; "
-            f"give one row for each: shape (…, {points.shape[-2]}, m)."
-        )
-
-
-def _require_weights(points: Tensor, weights: Tensor) -> None:
-    if weights.shape != points.shape[:-1]:
-        raise FamilyError(
-            f"weights of shape {tuple(weights.shape)} do not fit points of shape "
-            f"{tuple(points.shape)}; give one for each point: shape {tuple(points.shape[:-1])}."
-        )
-    require_finite("weights", weights)
-    if not holds((weights >= 0).all(-1) & (weights > 0).any(-1)):
-        raise FamilyError(
-            "weights must not be negative, and not all 0; to leave points out give them weight 0, "
-            "to weigh them by logarithms use bias."
-        )
-
-
-def _require_fitting(name: str, x: Tensor, points: Tensor) -> None:
-    if x.ndim == 0 or x.shape[-1] not in (1, points.shape[-2]):
-        raise FamilyError(
-            f"{name} of shape {tuple(x.shape)} does not fit {points.shape[-2]} points; it must "
-            f"broadcast with scores of shape (…, q, {points.shape[-2]})."
-        )
-    if x.is_floating_point() and not holds(~x.isnan() & (x < torch.inf)):
-        raise FamilyError(f"{name} has NaN or +∞; finite numbers and −∞ (no part) are meant.")
