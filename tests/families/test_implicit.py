@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
+import dualform
 from dualform.errors import FamilyError
 from dualform.families import Empirical, LogNormalizer
 from dualform.families.fixed_points import (
@@ -150,6 +152,23 @@ def test_a_first_derivative_costs_one_solve() -> None:
     calls.clear()
     z.sum().backward()
     assert len(calls) == 1
+
+
+def test_a_cell_is_recorded_by_row(tmp_path: Path) -> None:
+    """The output is one real step, so its rows are the gradient, as in any other layer."""
+    torch.manual_seed(0)
+    cell = torch.nn.Linear(4, 4)
+    layer = Equilibrium(lambda z, x: torch.tanh(0.3 * cell(z) + x))
+    layer.linear = cell
+    model = torch.nn.Sequential(layer, torch.nn.Linear(4, 2))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(4):
+            recorder.samples(range(8))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert "100% of trained parameters by row" in str(dualform.open(tmp_path / "run").audit())
 
 
 class Half(torch.autograd.Function):
