@@ -394,3 +394,4 @@ def test_explanations_name_what_is_ones_own() -> None:
     assert lines[-1] == "y(q) = Σ_j κ(q, k_j) v_j / h(q) + b, over all keys"
     latex = Primal(kernel=Rbf(), normalizer=one_more).explain(latex=True)
     assert r"y(q) &= \frac{\sum_j \kappa(q, k_j)\, v_j}{h(q)} + b" in latex
+    assert r"\Phi(x)^\top\Phi(y) &= \kappa(x, y) \text{ of Rbf()}" in latex

@@ -85,10 +85,15 @@ def test_a_loss_that_is_not_convex_is_refused() -> None:
 def test_explanations_carry_the_loss() -> None:
     lines = Primal(loss=LogCosh()).explain().splitlines()
     assert lines[2:6] == [
-        "Primal    min ½‖W‖² + C Σ_j ℓ(y_j − f(k_j)), ℓ of LogCosh(), C = 1 h̄²",
+        "Primal    min ½‖W‖² + C Σ_j ℓ(y_j − f(k_j)), ℓ of LogCosh(), C = 1/ḡ, "
+        "ḡ the geometric mean of G_jj",
         "KKT       W = Σ_j α_j Φ(k_j)/h(k_j), α_j = C ℓ'(y_j − f(k_j))",
         "Dual      max y·α − C Σ_j ℓ*(α_j/C) − ½ αᵀGα, G_ij = Φ(k_i)·Φ(k_j)/(h(k_i) h(k_j)), "
         "Σα = 0",
         "Values    v_j = α_j/h(k_j); in a network v_j = W_V x_j stands in for them",
     ]
-    assert r"\ell(r) = \log\cosh r" in Primal(loss=LogCosh()).explain(latex=True)
+    latex = Primal(loss=LogCosh()).explain(latex=True)
+    assert r"\ell(r) = \log\cosh r,\ C = 1/\bar g" in latex
+    assert r"\max_\alpha" in latex
+    assert r"\bar g = \textstyle\prod_j G_{jj}^{1/n}" in latex
+    assert latex.count("&") == latex.count("\\\\") + 1  # one in each line

@@ -74,7 +74,7 @@ class Cache:
 
 
 class Rows:
-    """Rows that grow at the end, in room that doubles.
+    """Rows that grow at the end, in room that doubles; where a graph is kept, in new room.
 
     >>> rows = Rows()
     >>> rows.append(torch.ones(2, 3)).append(torch.zeros(1, 3)).all.shape
@@ -93,6 +93,10 @@ class Rows:
     def append(self, x: Tensor) -> Rows:
         """Adds rows (…, n, d) at the end."""
         need = self._used + x.shape[-2]
+        if torch.is_grad_enabled():  # a graph may hold what was read: it must stay as it was
+            self._room = torch.cat([self.all, x], -2) if self._used else x
+            self._used = need
+            return self
         if self._room.ndim < 2 or self._room.shape[-2] < need:
             room = x.new_empty(*x.shape[:-2], max(need, 2 * self._used), x.shape[-1])
             if self._used:

@@ -17,6 +17,7 @@ from dualform.memory import Exponential, FeatureMap, Kernel
 Sees = Literal["all", "causal"] | int
 Normalizer = Literal["sum", "one"] | Callable[[Tensor], Tensor]
 """h(x) of the products Φ(Tx)·Φ(Tk_j), (…, n, keys that are seen): their sum, 1, or a function."""
+STANDS_IN = r"\text{in a network } v_j = W_V x_j \text{ stands in for them}"
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,26 @@ class Problem:
             return self.kernel.features(x) @ self.kernel.features(k).mT
         if not isinstance(self.kernel, Exponential):
             return self.kernel(x, k)
+        return self.scores(x, k, scale).exp()
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether weights are exponentials over their sum, so that logarithms are enough.
+
+        >>> Problem().is_softmax, Problem(normalizer=lambda p: 1 + p.sum(-1, True)).is_softmax
+        (True, False)
+        """
+        return isinstance(self.kernel, Exponential) and self.normalizer == "sum"
+
+    def scores(self, x: Tensor, k: Tensor, scale: float | None = None) -> Tensor:
+        """log Φ(x_i)·Φ(k_j), (…, n, keys), of an `Exponential` kernel.
+
+        >>> Problem().scores(torch.ones(1, 4), torch.ones(3, 4))
+        tensor([[2., 2., 2.]])
+        """
+        assert isinstance(self.kernel, Exponential)
         own = scale if self.kernel.scale is None else self.kernel.scale
-        return ((x.shape[-1] ** -0.5 if own is None else own) * x @ k.mT).exp()
+        return (x.shape[-1] ** -0.5 if own is None else own) * x @ k.mT
 
     def h(self, products: Tensor) -> Tensor:
         """(…, n, 1): the normalizer of products (…, n, keys).
@@ -134,16 +153,17 @@ def _text(primal: Problem) -> str:
 def _fit(primal: Problem, T: str) -> list[str]:
     """The lines that depend on the loss."""
     G = f"G_ij = Φ({T}k_i)·Φ({T}k_j)/(h(k_i) h(k_j))"
+    C = f"C = {primal.C:g}/ḡ, ḡ the geometric mean of G_jj"
     if primal.loss is not None:
         return [
-            f"Primal    min ½‖W‖² + C Σ_j ℓ(y_j − f(k_j)), ℓ of {primal.loss}, C = {primal.C:g} h̄²",
+            f"Primal    min ½‖W‖² + C Σ_j ℓ(y_j − f(k_j)), ℓ of {primal.loss}, {C}",
             f"KKT       W = Σ_j α_j Φ({T}k_j)/h(k_j), α_j = C ℓ'(y_j − f(k_j))",
             f"Dual      max y·α − C Σ_j ℓ*(α_j/C) − ½ αᵀGα, {G}, Σα = 0",
             "Values    v_j = α_j/h(k_j); in a network v_j = W_V x_j stands in for them",
         ]
     return [
         "Primal    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j), |y_j − f(k_j)| ≤ ε + ξ_j, "
-        f"ε = {primal.epsilon:g}, C = {primal.C:g} h̄²",
+        f"ε = {primal.epsilon:g}, {C}",
         f"KKT       W = Σ_j (α_j − α̃_j) Φ({T}k_j)/h(k_j), 0 ≤ α, α̃ ≤ C",
         f"Dual      max y·(α − α̃) − ε Σ(α + α̃) − ½ (α − α̃)ᵀG(α − α̃), {G}, Σ(α − α̃) = 0",
         "Values    v_j = (α_j − α̃_j)/h(k_j); in a network v_j = W_V x_j stands in for them",
@@ -152,19 +172,40 @@ def _fit(primal: Problem, T: str) -> list[str]:
 
 def _fit_latex(primal: Problem, T: str) -> list[str]:
     if primal.loss is not None:
-        return [
-            r"\min_W \ & \tfrac12\lVert W\rVert^2 + C\sum_j \ell(y_j - f(k_j)), \quad "
-            rf"\ell(r) = {primal.loss.formula}",
-            rf"W &= \sum_j \alpha_j\,\Phi({T}k_j)/h(k_j), \quad \alpha_j = C\,\ell'(y_j - f(k_j))",
-            r"v_j &= \alpha_j/h(k_j)",
-        ]
+        return _smooth_latex(primal, primal.loss, T)
     return [
         r"\min_W \ & \tfrac12\lVert W\rVert^2 + C\sum_j(\xi_j + \tilde\xi_j), \quad "
-        r"\lvert y_j - f(k_j)\rvert \le \varepsilon + \xi_j",
+        r"\lvert y_j - f(k_j)\rvert \le \varepsilon + \xi_j, \quad "
+        rf"\varepsilon = {primal.epsilon:g},\ C = {primal.C:g}/\bar g",
         rf"W &= \sum_j (\alpha_j - \tilde\alpha_j)\,\Phi({T}k_j)/h(k_j), \quad "
         r"0 \le \alpha_j, \tilde\alpha_j \le C",
-        r"v_j &= (\alpha_j - \tilde\alpha_j)/h(k_j)",
+        r"\max_{\alpha,\tilde\alpha} \ & y^\top(\alpha - \tilde\alpha) "
+        r"- \varepsilon\textstyle\sum_j(\alpha_j + \tilde\alpha_j) "
+        r"- \tfrac12(\alpha - \tilde\alpha)^\top G(\alpha - \tilde\alpha), \quad "
+        r"\textstyle\sum_j(\alpha_j - \tilde\alpha_j) = 0",
+        _gram_latex(T),
+        rf"v_j &= (\alpha_j - \tilde\alpha_j)/h(k_j), \quad {STANDS_IN}",
     ]
+
+
+def _smooth_latex(primal: Problem, loss: Loss, T: str) -> list[str]:
+    return [
+        r"\min_W \ & \tfrac12\lVert W\rVert^2 + C\sum_j \ell(y_j - f(k_j)), \quad "
+        rf"\ell(r) = {loss.formula},\ C = {primal.C:g}/\bar g",
+        rf"W &= \sum_j \alpha_j\,\Phi({T}k_j)/h(k_j), \quad \alpha_j = C\,\ell'(y_j - f(k_j))",
+        r"\max_\alpha \ & y^\top\alpha - C\textstyle\sum_j \ell^*(\alpha_j/C) "
+        r"- \tfrac12\alpha^\top G\alpha, \quad \textstyle\sum_j\alpha_j = 0",
+        _gram_latex(T),
+        rf"v_j &= \alpha_j/h(k_j), \quad {STANDS_IN}",
+    ]
+
+
+def _gram_latex(T: str) -> str:
+    """The matrix of the dual, and the unit of its bound."""
+    return (
+        rf"G_{{ij}} &= \Phi({T}k_i)^\top\Phi({T}k_j)/(h(k_i)\,h(k_j)), \quad "
+        r"\bar g = \textstyle\prod_j G_{jj}^{1/n}"
+    )
 
 
 def _latex(primal: Problem) -> str:
@@ -178,6 +219,7 @@ def _latex(primal: Problem) -> str:
     read = rf"\frac{{{read}}}{{{under}}}" if under else read
     lines = [
         rf"f(x) &= W\,\Phi({T}x)/h(x) + b, \quad h(x) = {h_text}",
+        *_data_latex(primal),
         *(rf"T x &= {step.formula}" for step in primal.keys if not isinstance(step, Shorten)),
         *_fit_latex(primal, T),
         rf"y(q) &= {read} + b",
@@ -189,6 +231,16 @@ def _named(primal: Problem) -> str:
     """The normalizer's name: sum, one, or that of the function."""
     given = primal.normalizer
     return given if isinstance(given, str) else getattr(given, "__name__", repr(given))
+
+
+def _data_latex(primal: Problem) -> list[str]:
+    """What the features are, and over which keys every sum goes."""
+    kernel = str(primal.kernel).replace("_", r"\_")
+    features = rf"\Phi &= \varphi \text{{ of {kernel}}}"
+    if not isinstance(primal.kernel, FeatureMap):
+        of = "" if isinstance(primal.kernel, Exponential) else rf" \text{{ of {kernel}}}"
+        features = rf"\Phi(x)^\top\Phi(y) &= {_product_latex(primal, 'x', 'y')}{of}"
+    return [features, rf"\textstyle\sum_j &\ \text{{{_sees(primal)}}}"]
 
 
 def _maps(primal: Problem) -> bool:

@@ -9,6 +9,7 @@ layer. In a network v_j = W_V x_j stands in for the duals; no regression is solv
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from dualform.attention.derived import Derived
 from dualform.attention.losses import solve_smooth
 from dualform.attention.svr import Array, Duals, solve
 from dualform.attention.transforms import Shorten
+from dualform.attention.units import log_mean, require_comparable
 from dualform.errors import AttentionError
 from dualform.memory.kernels import nonzero
 
@@ -45,7 +47,8 @@ class Primal(Problem):
         sees: "all" keys, the keys up to a query's position ("causal"), or a window around it.
         keys: what happens to queries and keys before Φ, in this order.
         epsilon: how far off a prediction may be at no cost.
-        C: the price of being further off, in units of h̄², the geometric mean of h(k)².
+        C: the price of being further off, in units of 1/ḡ: ḡ is the geometric mean over keys of
+            G_jj = Φ(Tk_j)·Φ(Tk_j)/h(k_j)². Duals are given in the same unit.
         loss: what a residual costs instead, a `Loss`; then there is no epsilon. The layer is the
             same for all losses, since its values stand in for the duals.
     """
@@ -78,16 +81,18 @@ class Primal(Problem):
         for step in self.keys:
             k, y = step.shorten(k, y, open_end=self.sees == "causal")
         features = _Features(self, k)
-        G, h = features.gram(), features.h(k)
-        C = self.C * float(nonzero(h).abs().log().mean().mul(2).exp())
-        duals = [self._duals(G.numpy(), column.numpy(), C) for column in y.T]
+        features.require_comparable()
+        G = features.gram().numpy()
+        duals = [self._duals(G, column.numpy()) for column in y.T]
         beta = torch.stack([torch.from_numpy(one.beta) for one in duals], -1)
         b = torch.tensor([one.b for one in duals], dtype=torch.float64)
-        values = self._lengthened(beta / nonzero(h), keys, seen)
-        return Solution(features, beta, b, values, C, max(one.gap for one in duals))
+        values = self._lengthened(beta * features.per_dual(), keys, seen)
+        return Solution(features, beta, b, values, self.C, max(one.gap for one in duals))
 
-    def _duals(self, G: Array, y: Array, C: float) -> Duals:
-        return solve_smooth(G, y, self.loss, C) if self.loss else solve(G, y, self.epsilon, C)
+    def _duals(self, G: Array, y: Array) -> Duals:
+        if self.loss is not None:
+            return solve_smooth(G, y, self.loss, self.C)
+        return solve(G, y, self.epsilon, self.C)
 
     def _require_data(self, keys: Tensor, targets: Tensor, at: int | None) -> None:
         if not keys.ndim == targets.ndim == 2 or len(keys) != len(targets):
@@ -119,27 +124,59 @@ class Primal(Problem):
 
 
 class _Features:
-    """Φ(Tx)/h(x) by its inner products, in float64, straight from the definition."""
+    """Φ(Tx)/h(x) by its inner products, in float64, straight from the definition, over √ḡ."""
 
     def __init__(self, primal: Primal, k: Tensor) -> None:
         self._primal, self._keys = primal, k
         self.k = self._transformed(k)
-
-    def h(self, x: Tensor) -> Tensor:
-        """(n, 1): h(x) of its products with the keys."""
-        return self._primal.h(self.products(x))
-
-    def products(self, x: Tensor) -> Tensor:
-        """(n, keys): Φ(Tx)·Φ(Tk_j)."""
-        return self._primal.products(self._transformed(x), self.k)
+        self._log_h = self._log_sizes(k)
+        self._log_unit = float(log_mean(self._log_own(), self._log_h.squeeze(-1)))
 
     def gram(self) -> Tensor:
-        """(keys, keys): G_ij = Φ(Tk_i)·Φ(Tk_j) / (h(k_i) h(k_j))."""
+        """(keys, keys): G_ij/ḡ, G_ij = Φ(Tk_i)·Φ(Tk_j) / (h(k_i) h(k_j))."""
         return self.against(self._keys)
 
     def against(self, x: Tensor) -> Tensor:
-        """(n, keys): Φ(Tx)·Φ(Tk_j) / (h(x) h(k_j))."""
-        return self.products(x) / nonzero(self.h(x)) / nonzero(self.h(self._keys)).T
+        """(n, keys): Φ(Tx)·Φ(Tk_j) / (h(x) h(k_j) ḡ)."""
+        if self._primal.is_softmax:
+            log_h = self._log_sizes(x)
+            return (self._scores(x) - log_h - self._log_h.T - self._log_unit).exp()
+        h, h_k = (nonzero(self._h(y)) for y in (x, self._keys))
+        return self._products(x) / h / h_k.T * math.exp(-self._log_unit)
+
+    def per_dual(self) -> Tensor:
+        """(keys, 1): 1/(h(k_j) ḡ), what a dual makes of a value."""
+        if self._primal.is_softmax:
+            return (-self._log_h - self._log_unit).exp()
+        return math.exp(-self._log_unit) / nonzero(self._h(self._keys))
+
+    def require_comparable(self) -> None:
+        """Raise where the keys are too different in length for a regression."""
+        require_comparable(self._log_own(), self._log_h.squeeze(-1))
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """(n, keys): log Φ(Tx)·Φ(Tk_j), of exponentials."""
+        return self._primal.scores(self._transformed(x), self.k)
+
+    def _products(self, x: Tensor) -> Tensor:
+        """(n, keys): Φ(Tx)·Φ(Tk_j)."""
+        return self._primal.products(self._transformed(x), self.k)
+
+    def _h(self, x: Tensor) -> Tensor:
+        """(n, 1): h(x) of its products with the keys."""
+        return self._primal.h(self._products(x))
+
+    def _log_sizes(self, x: Tensor) -> Tensor:
+        """(n, 1): log |h(x)|."""
+        if self._primal.is_softmax:
+            return self._scores(x).logsumexp(-1, keepdim=True)
+        return nonzero(self._h(x)).abs().log()
+
+    def _log_own(self) -> Tensor:
+        """(keys,): log Φ(Tk_j)·Φ(Tk_j)."""
+        if self._primal.is_softmax:
+            return self._scores(self._keys).diagonal()
+        return self._products(self._keys).diagonal().log()
 
     def _transformed(self, x: Tensor) -> Tensor:
         keys = self._keys
@@ -160,12 +197,12 @@ class Solution:
 
     features: _Features = field(repr=False)
     beta: Tensor
-    """(keys, m): α − α̃, after shortening."""
+    """(keys, m): α − α̃, after shortening, in units of 1/ḡ."""
     b: Tensor
     values: Tensor
     """(n, m): v_j = (α_j − α̃_j)/h(k_j), for the keys as they were given."""
     C: float
-    """The bound of the duals: the problem's C times the geometric mean of h(k)²."""
+    """The bound of the duals, in the same units: the problem's C."""
     gap: float
     """The largest relative duality gap of the outputs."""
 
