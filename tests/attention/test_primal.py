@@ -234,6 +234,14 @@ WRONG = {
         "keys to one length (keys=(RmsNorm(),) or (UnitLength(),)), or take a smaller scale "
         "(kernel=Exponential(scale=…)).",
     ),
+    "too long": (
+        lambda: Primal(normalizer=lambda p: 1 + p.sum(-1, keepdim=True)).solve(
+            50 * torch.eye(3), torch.ones(3, 1)
+        ),
+        "Φ(k_i)·Φ(k_j)/(h(k_i) h(k_j)) is not finite for all keys: the keys are not, or their "
+        "products or h leave float64. Bring keys to a smaller length (keys=(RmsNorm(),) or "
+        "(UnitLength(),)), or take a smaller scale.",
+    ),
 }
 
 

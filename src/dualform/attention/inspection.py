@@ -193,9 +193,9 @@ def _of_problem(
 
 
 def _sizes(k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """The sign of h(k_j) = Σ_i Φ(k_j)·Φ(k_i), over the keys that k_j sees, and its log |h(k_j)|.
+    """The sign of h(k_j), log |h(k_j)| and log Φ(k_j)·Φ(k_j).
 
-    Also log Φ(k_j)·Φ(k_j). h is 1 where nothing is divided.
+    h(k_j) = Σ_i Φ(k_j)·Φ(k_i) over the keys that k_j sees, and 1 where nothing is divided.
     """
     scale: float | None = options["scale"]
     if "features" in options:

@@ -81,8 +81,7 @@ class Primal(Problem):
         for step in self.keys:
             k, y = step.shorten(k, y, open_end=self.sees == "causal")
         features = _Features(self, k)
-        features.require_comparable()
-        G = features.gram().numpy()
+        G = features.require_solvable().numpy()
         duals = [self._duals(G, column.numpy()) for column in y.T]
         beta = torch.stack([torch.from_numpy(one.beta) for one in duals], -1)
         b = torch.tensor([one.b for one in duals], dtype=torch.float64)
@@ -150,9 +149,17 @@ class _Features:
             return (-self._log_h - self._log_unit).exp()
         return math.exp(-self._log_unit) / nonzero(self._h(self._keys))
 
-    def require_comparable(self) -> None:
-        """Raise where the keys are too different in length for a regression."""
+    def require_solvable(self) -> Tensor:
+        """The Gram matrix; raise where keys differ too much in length, or are too long."""
         require_comparable(self._log_own(), self._log_h.squeeze(-1))
+        G = self.gram()
+        if not G.isfinite().all():
+            raise AttentionError(
+                "Φ(k_i)·Φ(k_j)/(h(k_i) h(k_j)) is not finite for all keys: the keys are not, or "
+                "their products or h leave float64. Bring keys to a smaller length "
+                "(keys=(RmsNorm(),) or (UnitLength(),)), or take a smaller scale."
+            )
+        return G
 
     def _scores(self, x: Tensor) -> Tensor:
         """(n, keys): log Φ(Tx)·Φ(Tk_j), of exponentials."""
