@@ -70,7 +70,7 @@ def published(device: str) -> dict[str, Layer]:
 
 def plain_batch_norm(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention-BN without fused statistics."""
-    return softmax(key_statistics(q, k).rewrite(q, 1.0, 1e-5), k, v)
+    return softmax(key_statistics(q, k).rewrite(q, 1.0, 1e-5).to(q.dtype), k, v)
 
 
 def tensors(B: int, H: int, N: int, D: int, device: str, dtype: torch.dtype) -> list[Tensor]:
@@ -102,6 +102,24 @@ def check(device: str, dtype: torch.dtype) -> None:
             pairs = zip(found, right, strict=True)
             errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
             print(f"| {name} | {shape} | " + " | ".join(f"{e:.1e}" for e in errors) + " |")
+
+
+def far_keys(device: str, dtype: torch.dtype) -> None:
+    """Errors of Attention-BN where queries and keys lie at 0 and at 100, fused and plain."""
+    print(f"\n| batch_norm, {dtype} | at | y | dq | dk | dv |\n|---|---|---|---|---|---|")
+    for place in (0, 100):
+        for causal in (False, True):
+            q, k, v, dy = tensors(2, 8, 512, 64, device, dtype)
+            given = [q + place, k + place, v, dy]
+            layer = partial(batch_norm, is_causal=causal, eps=0.1)
+            plain = partial(layer, beta=torch.ones((), device=device))  # which no kernel takes
+            with sdpa_kernel(SDPBackend.MATH):
+                right = with_gradients(layer, *(t.double() for t in given))
+            for name, one in (("fused", layer), ("plain", plain)):
+                pairs = zip(with_gradients(one, *given), right, strict=True)
+                errors = [((a.double() - b).norm() / b.norm()).item() for a, b in pairs]
+                row = " | ".join(f"{e:.1e}" for e in errors)
+                print(f"| {name}{', causal' if causal else ''} | {place} | {row} |")
 
 
 def masked_rows(device: str, dtype: torch.dtype) -> None:
@@ -281,6 +299,7 @@ def main() -> None:
     if device == "cuda":
         print(torch.cuda.get_device_name(), "cuDNN", torch.backends.cudnn.version())
     masked_rows(device, dtype)
+    far_keys(device, dtype)
     check(device, dtype)
     if device == "cuda":
         kernels(device, dtype, options.heads, options.width)

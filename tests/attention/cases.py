@@ -15,6 +15,7 @@ from dualform.attention import reference
 from dualform.memory import EluPlusOne, Relu
 
 WINDOW = 2
+SPARSE = {"alpha": 2.0, "scale": 0.7}
 FACTORS = (1, 2, 3, 5)
 
 
@@ -84,6 +85,13 @@ CASES = [
         _by(partial(reference.batch_norm, beta=0.5, eps=0.1, scale=0.7)),
         {"beta": 0.5, "eps": 0.1, "scale": 0.7},
     ),
+    Case(
+        "batch_norm",
+        _by(partial(reference.batch_norm, beta=0.5, variance=False)),
+        {"beta": 0.5, "variance": False},
+    ),
+    Case("entmax", _by(partial(reference.entmax, alpha=1.3)), {"alpha": 1.3}),
+    Case("entmax", _by(partial(reference.entmax, alpha=2.0, scale=0.7)), SPARSE),
     Case("scaled_heads", _shortened(reference.softmax, 0), {"factors": FACTORS}, masks=False),
     Case(
         "scaled_heads",

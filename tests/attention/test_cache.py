@@ -21,6 +21,26 @@ def test_decoding_equals_the_whole_pass(case: Case, steps: tuple[int, ...]) -> N
     assert len(cache) == 17
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("trained", ["qkv", "q", "v"])
+def test_gradients_through_a_cache_are_those_of_the_whole_pass(case: Case, trained: str) -> None:
+    gradients = []
+    for decoded in (True, False):
+        q, k, v = given = draw(1, 9, 9)
+        asked = [
+            x.requires_grad_() for name, x in zip("qkv", given, strict=True) if name in trained
+        ]
+        if decoded:
+            cache = attention.Cache(case.name, **case.options)
+            parts = zip(*(x.split((2, *[1] * 7), -2) for x in (q, k, v)), strict=True)
+            y = torch.cat([cache(*part) for part in parts], -2)
+        else:
+            y = case.layer(q, k, v, is_causal=True)
+        gradients.append(torch.autograd.grad(y.square().sum(), asked))
+    for one, whole in zip(*gradients, strict=True):
+        near(one, whole, 1e-8)
+
+
 def test_shared_heads_and_long_windows() -> None:
     q, k, v = draw(2, 300, 300, batch=(1, 4))
     k, v = k[:, :2], v[:, :2]
@@ -69,5 +89,5 @@ def test_kinds_without_a_past() -> None:
         attention.Cache("ridge")
     assert str(caught.value) == (
         "kind='ridge' cannot be read token by token; these can: softmax, linear, local, "
-        "batch_norm, scaled_heads, batch_norm_scaled_heads."
+        "batch_norm, scaled_heads, batch_norm_scaled_heads, entmax."
     )

@@ -19,7 +19,9 @@ for B, H, L, S, D in shapes:
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as projections leave it
     def fused(q, k, v):
         return attention.softmax(*rewrite(q, k, 0.7, 1e-5), v)
-    check(fused, lambda q, k, v: attention.batch_norm(q, k, v, beta=0.7), q, k, v)
+    def plain(q, k, v):
+        return attention.softmax(statistics(q, k).rewrite(q, 0.7, 1e-5), k, v)
+    check(fused, plain, q, k, v)
 """
 PREFIXES = """
 from dualform.attention.kernels_prefixes import rewrite_causal
@@ -29,7 +31,8 @@ for B, H, N, D in ((2, 3, 70, 8), (1, 2, 600, 16), (1, 1, 700, 24), (1, 1, 1, 8)
     def fused(q, k, v):
         return attention.softmax(*rewrite_causal(q, k, 0.7, 1e-1), v, is_causal=True)
     def plain(q, k, v):
-        return attention.batch_norm(q, k, v, is_causal=True, beta=0.7, eps=1e-1)
+        rewritten = statistics(q, k, is_causal=True).rewrite(q, 0.7, 1e-1)
+        return attention.softmax(rewritten, k, v, is_causal=True)
     check(fused, plain, q, k, v)
     later = k.detach().clone()
     later[:, :, N // 2 :] = 9
@@ -92,6 +95,7 @@ for B, H, N, D, M in ((2, 3, 70, 8, 16), (1, 2, 600, 16, 24), (1, 1, 2, 24, 8)):
 START = '''
 import torch
 from dualform import attention
+from dualform.attention.batch_norm import statistics
 from dualform.attention.shorten import shorten
 
 torch.manual_seed(0)

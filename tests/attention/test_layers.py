@@ -22,7 +22,7 @@ law = settings(deadline=None, max_examples=10)
 each = pytest.mark.parametrize("case", CASES, ids=str)
 masked = pytest.mark.parametrize("case", [case for case in CASES if case.masks], ids=str)
 seeds = st.integers(0, 2**31)
-SMOOTH = [case for case in CASES if "batch_norm" not in case.name or "eps" in case.options]
+SMOOTH = [case for case in CASES if "batch_norm" not in case.name or len(case.options) > 1]
 """Without the default ε = 1e-5, which is too steep for finite differences."""
 
 
@@ -88,8 +88,11 @@ def test_causal_layers_never_look_ahead(case: Case) -> None:
         later = [x.clone() for x in (q, k, v)]
         for x in later:
             x[..., position:, :] = torch.randn_like(x[..., position:, :]) * 100
-        changed = case.layer(*later, is_causal=True)
-        assert torch.equal(changed[..., :position, :], y[..., :position, :])
+        changed = case.layer(*later, is_causal=True)[..., :position, :]
+        if case.name == "entmax":  # solved for all rows at once, so the last bit may differ
+            near(changed, y[..., :position, :], 1e-14)
+        else:
+            assert torch.equal(changed, y[..., :position, :])
 
 
 @each
@@ -315,7 +318,7 @@ WRONG = {
     "unknown kind": (
         lambda: attention.kind("sparse"),
         "kind='sparse' is unknown; choose one of softmax, linear, local, batch_norm, "
-        "scaled_heads, batch_norm_scaled_heads, ridge.",
+        "scaled_heads, batch_norm_scaled_heads, entmax, ridge.",
     ),
     "unknown option": (
         lambda: attention.kind("local", windows=3),
@@ -391,11 +394,6 @@ WRONG = {
     "window": (
         lambda: attention.local(ONE, ONE, ONE, window=-1),
         "window=-1 is negative; give the number of keys seen on each side.",
-    ),
-    "dropout": (
-        lambda: attention.linear(ONE, ONE, ONE, dropout_p=0.1),
-        "linear attention never forms the weights that dropout_p=0.1 would drop; use dropout_p=0, "
-        "and dropout on the output instead.",
     ),
     "causal ridge": (
         lambda: attention.ridge(ONE, ONE, ONE, is_causal=True),

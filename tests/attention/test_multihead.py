@@ -150,7 +150,7 @@ WRONG = {
     "kind": (
         lambda: attention.MultiheadAttention(16, 4, kind="sparse"),
         "kind='sparse' is unknown; choose one of softmax, linear, local, batch_norm, "
-        "scaled_heads, batch_norm_scaled_heads, ridge.",
+        "scaled_heads, batch_norm_scaled_heads, entmax, ridge.",
     ),
     "extra keys": (
         lambda: attention.MultiheadAttention(16, 4, add_bias_kv=True, kind="local"),
@@ -167,7 +167,7 @@ WRONG = {
     ),
     "option": (
         lambda: attention.MultiheadAttention(16, 4, kind="batch_norm", epsilon=0.1),
-        "kind='batch_norm' has no option 'epsilon'; it has scale, beta, eps.",
+        "kind='batch_norm' has no option 'epsilon'; it has scale, beta, eps, variance.",
     ),
     "weights of a cache": (
         lambda: attention.MultiheadAttention(16, 4)(ONE, ONE, ONE, cache=attention.Cache()),

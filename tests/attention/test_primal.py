@@ -28,6 +28,7 @@ PRIMALS = {
     "cosine, linear": Primal(kernel=Cosine(), normalizer="one"),
     "batch_norm": Primal(keys=(BatchNorm(),)),
     "batch_norm, beta": Primal(keys=(BatchNorm(beta=0.5, eps=0.1),)),
+    "batch_norm, centered": Primal(keys=(BatchNorm(beta=0.5, variance=False),)),
     "batch_norm, linear": Primal(keys=(BatchNorm(),), kernel=EluPlusOne()),
     "scaled_heads": Primal(keys=(Shorten(3),)),
     "scaled_heads, stride": Primal(keys=(Shorten(2, "stride"),)),
@@ -77,7 +78,8 @@ def test_finite_features_give_the_same_by_weights(kernel: EluPlusOne | Polynomia
     solution = Primal(kernel=kernel).solve(k, y)
     phi, phi_k = kernel.features(q), kernel.features(k)
     h, h_k = phi @ phi_k.sum(0), phi_k @ phi_k.sum(0)
-    W = solution.beta.T @ (phi_k / h_k[:, None])
+    own = phi_k.square().sum(-1) / h_k**2  # G_jj; duals are in units of 1 over its mean
+    W = solution.beta.T / own.log().mean().exp() @ (phi_k / h_k[:, None])
     near(phi @ W.T / h[:, None] + solution.b, solution.predict(q), 1e-10)
 
 
@@ -112,6 +114,29 @@ def test_transforms_by_hand() -> None:
     near(UnitLength().apply(x, keys), x / 50**0.5, 1e-6)
 
 
+@pytest.mark.parametrize("length", [50.0, 1000.0])
+def test_keys_of_any_length_can_be_solved_for(length: float) -> None:
+    """exp(k·k/√d) leaves float64 here; what a regression needs of it does not."""
+    q, k, y = (x[0] for x in draw(4, 5, 12, batch=(1,)))
+    k = length * torch.nn.functional.normalize(k, dim=-1)
+    solution = Primal(C=10.0).solve(k, y)
+    assert solution.C == 10.0
+    assert solution.gap <= 1e-6
+    near(attention.softmax(q, k, solution.values) + solution.b, solution.predict(q), 1e-10)
+    assert solution.predict(k).sub(y).abs().max() <= 0.1 + 1e-5  # C is dear enough to fit all
+
+
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 2**31), scale=st.sampled_from([1e-3, 1.0, 1e3]))
+def test_a_price_means_the_same_at_every_scale_of_features(seed: int, scale: float) -> None:
+    _, k, y = (x[0] for x in draw(seed, 5, 12, batch=(1,)))
+    plain, scaled = (
+        Primal(kernel=Dot(), normalizer="one", C=0.3).solve(x, y) for x in (k, scale * k)
+    )
+    near(plain.predict(k), scaled.predict(scale * k), 1e-5)
+    near(plain.beta, scaled.beta, 1e-4)
+
+
 def test_duals_lie_in_the_box_and_ties_are_free() -> None:
     q, k, y = (x[0] for x in draw(3, 5, 12, batch=(1,)))
     tight = Primal(C=1e-3).solve(k, y)
@@ -129,8 +154,9 @@ def test_explanations_carry_the_choices() -> None:
         "query's position, mean of every 4",
         "Features  Φ(x)·Φ(y) = exp(x·y/√D)",
         "Inputs    Shorten(factor=4, pool='mean')",
-        "Inputs    BatchNorm(beta=0.5, eps=1e-05)",
-        "Primal    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j), |y_j − f(k_j)| ≤ ε + ξ_j, ε = 0.2, C = 1 h̄²",
+        "Inputs    BatchNorm(beta=0.5, eps=1e-05, variance=True)",
+        "Primal    min ½‖W‖² + C Σ_j (ξ_j + ξ̃_j), |y_j − f(k_j)| ≤ ε + ξ_j, ε = 0.2, C = 1/ḡ, "
+        "ḡ the geometric mean of G_jj",
         "KKT       W = Σ_j (α_j − α̃_j) Φ(Tk_j)/h(k_j), 0 ≤ α, α̃ ≤ C",
         "Dual      max y·(α − α̃) − ε Σ(α + α̃) − ½ (α − α̃)ᵀG(α − α̃), G_ij = "
         "Φ(Tk_i)·Φ(Tk_j)/(h(k_i) h(k_j)), Σ(α − α̃) = 0",
@@ -144,6 +170,26 @@ def test_explanations_carry_the_choices() -> None:
     assert latex.count("{") == latex.count("}")
 
 
+@pytest.mark.parametrize("name", [*PRIMALS, *SEEING])
+def test_latex_says_all_that_the_text_does(name: str) -> None:
+    primal = (PRIMALS | SEEING)[name]
+    text, latex = primal.explain(), primal.explain(latex=True)
+    assert latex.count("{") == latex.count("}")
+    assert latex.count("&") == latex.count("\\\\") + 1  # one in each line
+    (seen,) = {line.split(", over ")[1] for line in text.splitlines() if ", over " in line}
+    assert rf"\text{{over {seen}}}" in latex
+    for said in (
+        rf"\varepsilon = {primal.epsilon:g},\ C = {primal.C:g}/\bar g",
+        r"\max_{\alpha,\tilde\alpha}",
+        r"\sum_j(\alpha_j - \tilde\alpha_j) = 0",
+        r"W_V x_j",
+        r"G_{ij} &= \Phi(",
+    ):
+        assert said in latex
+    for step in primal.keys:
+        assert (step.pool if isinstance(step, Shorten) else step.formula) in latex
+
+
 WRONG = {
     "sees": (
         lambda: Primal(sees="past"),
@@ -155,7 +201,8 @@ WRONG = {
     ),
     "unknown normalizer": (
         lambda: Primal(kernel=Dot(), normalizer="max"),
-        "normalizer='max' is unknown; give 'sum' or 'one'.",
+        "normalizer='max' is unknown; give 'sum', 'one', or a function of the products with the "
+        "keys (…, n, keys) that gives (…, n, 1).",
     ),
     "price": (
         lambda: Primal(C=0.0),
@@ -180,10 +227,20 @@ WRONG = {
         "keys of shape (3, 2) and targets of shape (4, 1) are no data of one regression; give keys "
         "(n, d) and targets (n, m), a head at a time.",
     ),
-    "not derived": (
-        lambda: Primal(keys=(BatchNorm(),), sees=3).attention(),
-        "(BatchNorm(beta=1.0, eps=1e-05),) depends on the keys that a query sees, and with "
-        "Exponential(scale=None) and sees=3 that is known for sees='all' only.",
+    "lengths": (
+        lambda: Primal().solve(torch.tensor([[30.0, 0.0], [1.0, 0.0]]), torch.ones(2, 1)),
+        "keys of very different lengths make no regression: their features Φ(k)/h(k) have squared "
+        "lengths from 1e-276 to 1e-18, and float64 cannot weigh them against each other. Bring "
+        "keys to one length (keys=(RmsNorm(),) or (UnitLength(),)), or take a smaller scale "
+        "(kernel=Exponential(scale=…)).",
+    ),
+    "too long": (
+        lambda: Primal(normalizer=lambda p: 1 + p.sum(-1, keepdim=True)).solve(
+            50 * torch.eye(3), torch.ones(3, 1)
+        ),
+        "Φ(k_i)·Φ(k_j)/(h(k_i) h(k_j)) is not finite for all keys: the keys are not, or their "
+        "products or h leave float64. Bring keys to a smaller length (keys=(RmsNorm(),) or "
+        "(UnitLength(),)), or take a smaller scale.",
     ),
 }
 

@@ -12,13 +12,11 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
 
-from dualform.attention.transformers import _forward, register
+from dualform.attention.transformers import register
 from dualform.errors import AttentionError
 
 NAMES = register()
@@ -138,42 +136,6 @@ def test_vision_transformers_learn(attention: str) -> None:
     model = vit(attention)
     found = losses(model, pixel_values=pixels, labels=torch.tensor([0, 1, 2, 0, 1, 2]))
     assert found[-1] < 0.8 * found[0]
-
-
-def mistral(window: int | None) -> MistralForCausalLM:
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=17,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=window,
-    )
-    return MistralForCausalLM._from_config(config, attn_implementation="dualform_softmax")
-
-
-def test_windows_of_a_model_are_refused_once_they_would_hide_a_key() -> None:
-    tokens = torch.ones(1, 6, dtype=torch.long)
-    with torch.no_grad():
-        torch.testing.assert_close(mistral(6)(tokens).logits, mistral(None)(tokens).logits)
-        with pytest.raises(AttentionError) as caught:
-            mistral(5)(tokens)
-    assert str(caught.value) == (
-        "this model's queries see sliding_window=5 keys, and there are 6; choose "
-        "sliding_window=None in its config, and register('local', window=…) for windows."
-    )
-
-
-def test_capped_scores_are_refused() -> None:
-    x = torch.ones(1, 2, 3, 4)
-    with pytest.raises(AttentionError) as caught:
-        _forward(nn.Identity(), x, x, x, None, softcap=50.0, layer=None)
-    assert str(caught.value) == (
-        "this model caps its scores (softcap=50.0) or adds sinks to them, which no kind does; "
-        "choose a model without, or another attn_implementation."
-    )
 
 
 def test_a_name_is_that_of_one_kind() -> None:

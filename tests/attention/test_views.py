@@ -12,7 +12,7 @@ from torch import nn
 from dualform import attention
 from dualform.attention import Primal
 from dualform.errors import AttentionError
-from dualform.memory import EluPlusOne, Exponential, Memory, Relu
+from dualform.memory import Dot, EluPlusOne, Exponential, Memory, Relu
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -61,6 +61,7 @@ REGRESSIONS: dict[str, tuple[dict[str, Any], list[Primal]]] = {
         {"features": Relu(), "normalized": False},
         [Primal(kernel=Relu(), normalizer="one")] * 2,
     ),
+    "linear, of either sign": ({"features": Dot()}, [Primal(kernel=Dot())] * 2),
     "batch_norm": ({"eps": 0.1}, [Primal(keys=(attention.BatchNorm(eps=0.1),))] * 2),
     "scaled_heads": ({"factors": (1, 2)}, [Primal(), Primal(keys=(attention.Shorten(2),))]),
 }
@@ -77,10 +78,9 @@ def test_duals_of_a_layer_are_those_of_its_regression(name: str) -> None:
     _, k, v = (t[0] for t in module.heads(x, x, x))
     for head, primal in enumerate(primals):
         solution = primal.solve(k[head], v[head])
-        h = solution.features.h(solution.features._keys)
         pooled = any(isinstance(step, attention.Shorten) for step in primal.keys)
         values = v[head].unflatten(0, (-1, 2)).mean(1) if pooled else v[head]
-        near(seen.alpha[head][0], values * h)
+        near(seen.alpha[head][0] * solution.features.per_dual(), values)  # in the same units
     joined = seen.outputs.transpose(1, 2).flatten(2)
     near(module.out_proj(joined), module(x, x, x)[0])
 
@@ -105,7 +105,8 @@ def test_duals_read_at_the_keys_what_the_layer_reads_there(kind: str) -> None:
     sees = (i - j).abs() <= 2 if kind == "local" else torch.ones(len(queries), len(k))
     products = sees * (queries @ k.T / 2).exp()
     h = ((k @ k.T / 2).exp() * (sees if kind == "local" else 1)).sum(-1, keepdim=True)
-    read = products / products.sum(-1, keepdim=True) @ (seen.alpha[0][0] / h)
+    unit = (k.square().sum(-1) / 2 - 2 * h.squeeze(-1).log()).mean().exp()
+    read = products / products.sum(-1, keepdim=True) @ (seen.alpha[0][0] / h / unit)
     near(read, seen.outputs[0, 0])
 
 
@@ -123,6 +124,58 @@ def test_support_against_a_box() -> None:
         (torch.tensor([[[0.0, 0.5], [-1.0, 2.0]]]),), torch.zeros(1, 1, 1, 1)
     )
     assert seen.support(C=1.0) == [attention.Support(1.0, zero=1, inside=1, bound=2)]
+
+
+def test_duals_of_long_keys_are_counted() -> None:
+    """h(k) leaves float64 here; where a dual stands to C does not."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(64, 1, batch_first=True)
+    with torch.no_grad():
+        module.in_proj_weight[64:128] *= 20
+        module.in_proj_bias[64:128] = 40
+    seen = attention.inspect(module, torch.randn(1, 8, 64))
+    assert all(size.isfinite().all() for size in seen.sizes)
+    (found,) = seen.support(C=1.0)
+    k_norms = seen.sizes[0][0].amax(-1)
+    assert found.zero + found.inside + found.bound == 8 * 64
+    assert found.bound == int((seen.sizes[0] >= 0).sum()) > 0
+    assert k_norms.max() > 1000
+
+
+PROBLEMS: dict[str, tuple[Primal, dict[str, float]]] = {
+    "softmax": (Primal(), {}),
+    "scaled by the layer": (Primal(), {"scale": 0.3}),
+    "transformed": (Primal(keys=(attention.UnitLength(),)), {}),
+    "own normalizer": (Primal(normalizer=lambda p: -1 - p.sum(-1, keepdim=True)), {}),
+    "of either sign": (Primal(kernel=Dot()), {}),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_duals_of_a_problem_are_in_its_units(name: str) -> None:
+    torch.manual_seed(0)
+    primal, options = PROBLEMS[name]
+    module = attention.MultiheadAttention(6, 2, batch_first=True, kind=primal, **options).double()
+    x = torch.randn(1, 12, 6).double()
+    seen = attention.inspect(module, x)
+    _, k, v = (t[0] for t in module.heads(x, x, x))
+    solved = Primal(kernel=Exponential(0.3)) if options else primal
+    for head in range(2):
+        features = solved.solve(k[head], v[head]).features
+        near(seen.alpha[head][0] * features.per_dual(), v[head])
+        near(seen.sizes[head], seen.alpha[head].abs().log())
+
+
+def test_duals_of_long_keys_of_a_problem_are_counted() -> None:
+    torch.manual_seed(0)
+    module = attention.MultiheadAttention(64, 1, batch_first=True, kind=Primal())
+    with torch.no_grad():
+        module.in_proj_weight[64:128] *= 20
+        module.in_proj_bias[64:128] = 40
+    named = attention.MultiheadAttention(64, 1, batch_first=True)
+    named.load_state_dict(module.state_dict())
+    x = torch.randn(1, 8, 64)
+    near(attention.inspect(module, x).sizes[0], attention.inspect(named, x).sizes[0])
 
 
 def test_keys_that_no_token_has_are_no_data() -> None:

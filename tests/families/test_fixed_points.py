@@ -240,6 +240,108 @@ def test_an_equilibrium_of_any_cell() -> None:
         assert not layer(x).requires_grad
 
 
+def trained(layer: EquilibriumAttention, steps: int) -> list[float]:
+    """The losses of a small classifier with this layer inside, whose patterns grow."""
+    network = torch.nn.Sequential(torch.nn.Linear(10, 16), layer, torch.nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(network.parameters(), 1e-2)
+    x = torch.randn(256, 10)
+    y = (2 * x[:, :3] + x[:, 3:6]).argmax(1)
+    losses = []
+    for _ in range(steps):
+        loss = torch.nn.functional.cross_entropy(network(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("seed", "steps"),
+    [(0, 220), *(pytest.param(seed, 400, marks=pytest.mark.long) for seed in (0, 1, 2))],
+)
+def test_an_equilibrium_contracts_however_long_it_is_trained(seed: int, steps: int) -> None:
+    torch.manual_seed(seed)
+    layer = EquilibriumAttention(16, 32)
+    losses = trained(layer, steps)
+    assert losses[-1] < 0.15 < losses[0]
+    assert (
+        float(layer.decay * layer._square_radius().detach()) > 1
+    )  # it would not, at temperature 1
+    assert layer.bound() <= 0.9 + 1e-6
+
+
+@given(seed=seeds, scale=st.sampled_from([0.1, 1.0, 30.0]), decay=st.sampled_from([0.2, 0.9]))
+@law
+def test_the_bound_of_an_equilibrium_bounds_its_jacobian(
+    seed: int, scale: float, decay: float
+) -> None:
+    torch.manual_seed(seed)
+    layer = EquilibriumAttention(4, 6, decay=decay).double()
+    layer.patterns.data.mul_(scale)
+    x = scale * randn(5, 4, seed=seed)
+    assert (lipschitz(lambda z: layer._cell(z, x), layer(x)) <= layer.bound() + 1e-9).all()
+    assert layer.bound() <= 0.9 + 1e-12
+
+
+def test_without_a_fixed_point_the_output_is_further_steps_and_a_warning_says_so() -> None:
+    w = torch.tensor(3.0, dtype=F64, requires_grad=True)
+    x = randn(5, 3)
+    layer = Equilibrium(lambda z, x: torch.sin(w * z + x), steps=20, fallback=2)
+    with pytest.warns(
+        UserWarning, match=r"^no fixed point was reached: FixedPoint\(not .*; contract"
+    ):
+        z = layer(x)
+    start = solve(lambda z: torch.sin(w * z + x), torch.zeros_like(x), steps=20).x
+    expected = unrolled(lambda z: torch.sin(w * z + x), start, 2)
+    near(z, expected)
+    near(torch.autograd.grad(z.sum(), w)[0], torch.autograd.grad(expected.sum(), w)[0])
+    with pytest.raises(FamilyError, match=r"^no fixed point was reached"):
+        Equilibrium(lambda z, x: torch.sin(w * z + x), steps=20)(x)
+    layer = Equilibrium(lambda z, x: torch.tanh(w * z / 9 + x), fallback=2)
+    near(layer(x), Equilibrium(layer.cell)(x), 1e-6)  # where there is one, it is found
+
+
+def test_a_warm_start_saves_steps_and_changes_nothing_else() -> None:
+    calls = []
+
+    def cell(z: Tensor, x: Tensor) -> Tensor:
+        calls.append(z)
+        return torch.tanh(0.9 * z.flip(-1) + x)
+
+    x, layer = randn(5, 3), Equilibrium(cell, tolerance=1e-10)
+    cold = layer(x)
+    many = len(calls)
+    calls.clear()
+    near(layer(x + 1e-6, start=cold), layer(x + 1e-6), 1e-8)
+    calls.clear()
+    layer(x + 1e-6, start=cold)
+    assert len(calls) < many
+    attention = EquilibriumAttention(3, 5).double()
+    near(attention(x, start=attention(x)), attention(x), 1e-5)
+
+
+def test_the_penalty_estimates_the_jacobian_and_shrinks_it() -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(3, 3).double()
+    layer = Equilibrium(lambda z, x: torch.tanh(linear(z) + x), fallback=0)
+    x = randn(4, 3)
+    z = layer(x)
+    jacobians = torch.stack([torch.func.jacrev(lambda z, x=x: layer.cell(z, x))(z.detach())])
+    exact = jacobians.square().sum().detach() / 4
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.stack([layer.penalty(x, z, generator).detach() for _ in range(400)])
+    assert abs(draws.mean() - exact) <= 5 * draws.std() / 20
+    with torch.no_grad():
+        assert not layer.penalty(x, layer(x)).requires_grad
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    for _ in range(30):
+        optimizer.zero_grad()
+        layer.penalty(x, layer(x), generator).backward()
+        optimizer.step()
+    assert layer.penalty(x, layer(x), generator).detach() < exact / 2
+
+
 # --- certificates -----------------------------------------------------------------------------
 
 
@@ -317,6 +419,15 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "decay": (
         lambda: EquilibriumAttention(2, 2, decay=1.0),
         "decay=1.0 does not contract; it must lie between 0 and 1.",
+    ),
+    "contraction": (
+        lambda: EquilibriumAttention(2, 2, contraction=1.0),
+        "contraction=1.0 bounds no contraction; it must lie between 0 and 1, or be None for none.",
+    ),
+    "fallback": (
+        lambda: Equilibrium(lambda z, x: z, fallback=-1),
+        "fallback=-1 is no number of steps; give 1 or more, or 0 to raise where no fixed point is "
+        "reached.",
     ),
 }
 

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from dualform.errors import FamilyError
-from dualform.families import Empirical, Gaussian, Hypercube, LogNormalizer, Sphere, reference
+from dualform.families import (
+    Empirical,
+    Gaussian,
+    Hypercube,
+    Interval,
+    LogNormalizer,
+    Sphere,
+    reference,
+)
 from dualform.families.layers import (
     Attention,
     Block,
@@ -348,6 +356,30 @@ def test_gaussian_visible_units() -> None:
     expected = v.square().sum(-1) / 2 - (made.b * v).sum(-1) - F.softplus(shape).sum(-1)
     difference = made.field().free_energy(v) - expected
     torch.testing.assert_close(difference, difference[:1].expand(5))
+
+
+def test_gray_pixels_are_learned_as_numbers_or_drawn_as_bits() -> None:
+    from sklearn.datasets import load_digits
+
+    torch.manual_seed(0)
+    gray = torch.tensor(load_digits(return_X_y=True)[0][:300] / 16).float()
+    bits, box = Hypercube(64), Interval(torch.zeros(64), torch.ones(64))
+    with pytest.raises(FamilyError, match=r"^data has 300 of 300 rows that are no points of Hyper"):
+        contrastive_divergence(Boltzmann(bits, Hypercube(8)).field(), gray, start=gray)
+    chains = torch.bernoulli(gray)
+    for visible, data in ((bits, chains), (box, gray)):
+        made = Boltzmann(visible, Hypercube(8))
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
+        before = float(made.field().free_energy(data).detach().mean())
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss, _ = contrastive_divergence(made.field(), data, start=data)
+            loss.backward()
+            optimizer.step()
+        assert loss.isfinite()
+        assert float(made.field().free_energy(data).detach().mean()) < before
+        drawn = visible.sample(made.field().given_hidden(torch.zeros(8)).detach())
+        assert (visible.log_base(drawn) == 0).all()
 
 
 # --- contrasts --------------------------------------------------------------------------------

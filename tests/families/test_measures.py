@@ -260,13 +260,31 @@ def test_sphere_of_three_dimensions_is_langevin() -> None:
 @pytest.mark.parametrize("kappa", [1e-8, 1e-3, 0.1, 1.0, 10.0, 64.0, 300.0, 1e3, 1e4])
 def test_bessel_functions_equal_mpmath(d: int, kappa: float) -> None:
     s = tensor(kappa**2)
-    with mpmath.workdps(40):
+    with mpmath.workdps(60):
         nu, k = mpmath.mpf(d) / 2 - 1, mpmath.sqrt(mpmath.mpf(s.item()))
         low, high = (mpmath.besseli(nu + i, k, maxterms=10**6) for i in (0, 1))
         F = float(mpmath.loggamma(nu + 1) + nu * mpmath.log(2 / k) + mpmath.log(low))
         R = float(high / (k * low))
-    assert log_hypergeometric(s, d).item() == pytest.approx(F, rel=3e-14, abs=3e-16)
+    assert log_hypergeometric(s, d).item() == pytest.approx(F, rel=3e-14, abs=0)
     assert ratio(s, d).item() == pytest.approx(R, rel=3e-15, abs=0)
+
+
+@pytest.mark.parametrize("d", [1, 2, 3, 5, 16, 64, 1000, 100_000])
+@given(size=st.floats(-8, 5))
+@settings(deadline=None, max_examples=15)
+def test_the_sphere_has_the_digits_that_it_promises(d: int, size: float) -> None:
+    s = tensor(10 ** (2 * size))
+    with mpmath.workdps(60):
+        nu, k = mpmath.mpf(d) / 2 - 1, mpmath.sqrt(mpmath.mpf(s.item()))
+        low, high, top = (mpmath.besseli(nu + i, k, maxterms=10**6) for i in (0, 1, 2))
+        F = mpmath.loggamma(nu + 1) + nu * mpmath.log(2 / k) + mpmath.log(low)
+        R, above = high / (k * low), top / (k * high)
+        along = float(R + k**2 * R * (above - R))
+    assert log_hypergeometric(s, d).item() == pytest.approx(float(F), rel=1e-13, abs=0)
+    assert ratio(s, d).item() == pytest.approx(float(R), rel=1e-14, abs=0)
+    own, up = ratio(s, d), ratio(s, d + 2)
+    variance = (own + s * own * (up - own)).item()
+    assert variance == pytest.approx(along, rel=1e-13, abs=5e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -362,7 +380,7 @@ def test_log_prob_is_minus_infinity_off_the_support() -> None:
 def test_a_cold_chain_is_viterbis_sequence(seed: int, n: int, s: int) -> None:
     chain, labels, neighbors = Chain(n, s), randn(n, s, seed=seed), randn(s, s, seed=seed + 1)
     sequences = torch.tensor(list(itertools.product(range(s), repeat=n)))
-    eta = chain.parameters(labels, neighbors)
+    eta = chain.eta(labels, neighbors)
     scores = [
         sum(float(labels[t, y[t]]) for t in range(n))
         + sum(float(neighbors[y[t], y[t + 1]]) for t in range(n - 1))
@@ -377,13 +395,60 @@ def test_a_cold_chain_is_viterbis_sequence(seed: int, n: int, s: int) -> None:
 
 def test_marginals_of_a_chain_and_a_loss_that_fits_them() -> None:
     chain = Chain(4, 3)
-    eta = chain.parameters(randn(2, 4, 3), randn(2, 3, 3, 3, seed=1)).requires_grad_()
+    eta = chain.eta(randn(2, 4, 3), randn(2, 3, 3, 3, seed=1)).requires_grad_()
     p = torch.softmax(chain.statistics(SEQUENCES).double() @ eta.T, 0)
     at = (SEQUENCES.unsqueeze(-1) == torch.arange(3)).double()
     near(chain.marginals(eta), torch.einsum("yb,yns->bns", p, at))
     y = chain.statistics(SEQUENCES[[5, 70]]).double()
     loss = -LogNormalizer(chain).log_prob(y, eta).sum()
     near(torch.autograd.grad(loss, eta)[0], (chain.mean(eta) - y).detach())
+
+
+@given(seed=st.integers(0, 2**31))
+@law
+def test_excluded_labels_and_neighbors_do_not_happen(seed: int) -> None:
+    """The family of the sequences that are left: their sum, marginals and derivatives."""
+    chain, labels, neighbors = Chain(4, 3), randn(4, 3, seed=seed), randn(3, 3, seed=seed + 1)
+    labels[1, 2], neighbors[0, 1], neighbors[2] = -torch.inf, -torch.inf, -torch.inf
+    left = [
+        y
+        for y in SEQUENCES
+        if y[1] != 2 and all((a, b) != (0, 1) and a != 2 for a, b in itertools.pairwise(y.tolist()))
+    ]
+    x, eta = chain.statistics(torch.stack(left)).double(), chain.eta(labels, neighbors)
+    finite = eta.masked_fill(eta == -torch.inf, 0)
+    p = torch.softmax(x @ finite, 0)
+    T = torch.tensor(1.0, dtype=F64, requires_grad=True)
+    G, eta = LogNormalizer(chain, T), eta.requires_grad_()
+    near(G.value(eta), (x @ finite).logsumexp(0))
+    near(G.mean(eta), p @ x)
+    near(G.entropy(eta), -(p * p.log()).sum())
+    slopes = torch.autograd.grad(G.value(eta), (eta, T))
+    near(slopes[0], p @ x)
+    near(slopes[1], -(p * p.log()).sum())
+    near(G.covariance(eta.detach()), (x - p @ x).T @ (p[:, None] * (x - p @ x)))
+    assert G.kl(eta, eta) == 0
+    assert G.kl(chain.eta(torch.zeros(4, 3).double(), torch.zeros(3, 3).double()), eta) == torch.inf
+    near(G.log_prob(x, eta), p.log())
+    assert G.log_prob(chain.statistics(SEQUENCES[-1]).double(), eta) == -torch.inf
+    drawn = G.sample(eta.detach(), 200, torch.Generator().manual_seed(0))
+    assert G.log_prob(drawn, eta).isfinite().all()
+
+
+@given(seed=st.integers(0, 2**31))
+@law
+def test_shorter_sequences_are_those_of_shorter_chains(seed: int) -> None:
+    labels, neighbors = randn(3, 4, 2, seed=seed), randn(2, 2, seed=seed + 1)
+    lengths, y = torch.tensor([4, 1, 3]), torch.randint(2, (3, 4))
+    chain = Chain(4, 2)
+    eta = chain.eta(labels, neighbors, lengths)
+    log_p = LogNormalizer(chain).log_prob(chain.statistics(y, lengths).double(), eta)
+    for i, n in enumerate(lengths.tolist()):
+        alone = Chain(n, 2)
+        own = alone.eta(labels[i, :n], neighbors)
+        near(chain.log_normalizer(eta[i]), alone.log_normalizer(own))
+        near(chain.marginals(eta[i])[:n], alone.marginals(own))
+        near(log_p[i], LogNormalizer(alone).log_prob(alone.statistics(y[i, :n]).double(), own))
 
 
 # --- composed measures ------------------------------------------------------------------------

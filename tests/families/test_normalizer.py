@@ -290,6 +290,37 @@ def test_entmax_equals_the_reference(alpha: float, seed: int, n: int, scale: flo
     near(entmax(theta, alpha), expected, 1e-11 if alpha > 1.01 else 1e-9)
 
 
+def precise_entmax(theta: list[float], alpha: float) -> list[float]:
+    """With forty digits: where weight begins its slope is infinite, and float64 does not do."""
+    import mpmath
+
+    with mpmath.workdps(60):
+        e = mpmath.mpf(alpha) - 1
+        scores = [e * mpmath.mpf(t) for t in theta]
+        low, high = max(scores) - 1, max(scores)
+        for _ in range(190):
+            tau = (low + high) / 2
+            total = sum((s - tau) ** (1 / e) for s in scores if s > tau)
+            low, high = (tau, high) if total >= 1 else (low, tau)
+        p = [(s - low) ** (1 / e) if s > low else mpmath.mpf(0) for s in scores]
+        return [float(x / sum(p)) for x in p]
+
+
+@pytest.mark.parametrize("alpha", [2.0001, 2.5, 3.0, 5.0, 10.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_very_sparse_entmax_has_its_digits(alpha: float, dtype: torch.dtype, seed: int) -> None:
+    theta = randn(20, seed=seed).to(dtype)
+    for scale in (0.01, 1.0):
+        expected = precise_entmax((scale * theta).tolist(), alpha)
+        p = entmax(scale * theta, alpha)
+        near(p.double(), torch.tensor(expected, dtype=F64), 20 * torch.finfo(dtype).eps)
+        (slope,) = torch.autograd.grad(
+            (entmax(x := (scale * theta).requires_grad_(), alpha) * randn(20).to(dtype)).sum(), x
+        )
+        assert not slope.isnan().any()
+
+
 @pytest.mark.parametrize("alpha", [1.1, 1.5, 2.0])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_entmax_of_long_rows_of_which_few_can_have_weight(alpha: float, scale: float) -> None:
@@ -480,6 +511,15 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "chain": (
         lambda: Chain(0, 2),
         "length=0 and labels=2 leave nothing to choose; both must be 1 or more.",
+    ),
+    "lengths": (
+        lambda: Chain(3, 2).statistics(torch.zeros(2, 3, dtype=torch.long), torch.tensor([0, 4])),
+        "lengths from 0 to 4 do not fit Chain(length=3, labels=2); each must lie between 1 and 3.",
+    ),
+    "nothing left": (
+        lambda: Chain(2, 1).log_normalizer(torch.full((3,), -torch.inf)),
+        "every sequence of Chain(length=2, labels=1) is excluded by scores of −∞; leave at least "
+        "one.",
     ),
     "box": (
         lambda: Interval(torch.ones(1), torch.zeros(1)),

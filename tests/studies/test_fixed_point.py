@@ -19,7 +19,7 @@ from dualform.studies.fixed_point.continuum import (
     normal,
     variance_after,
 )
-from dualform.studies.fixed_point.dynamics import contraction, iterate, standardize
+from dualform.studies.fixed_point.dynamics import contraction, iterate, standardize, transport
 from dualform.studies.fixed_point.normality import energy_distance, measure, null_energy
 from dualform.studies.fixed_point.starts import STARTS
 
@@ -29,6 +29,24 @@ from dualform.studies.fixed_point.starts import STARTS
 def test_cumulants_grow_as_predicted(order: int, T: float) -> None:
     found = growth(order, T)
     assert found.measured - 1 == pytest.approx(found.predicted - 1, rel=2e-3)
+
+
+@pytest.mark.parametrize("order", [3, 4])
+@pytest.mark.parametrize("T", [3.0, 4.0])
+def test_a_gaussian_attracts_where_values_are_reversed(order: int, T: float) -> None:
+    found = growth(order, T, gain=-1.0)
+    assert found.measured == pytest.approx(found.predicted, rel=2e-3)
+    assert abs(found.predicted) < 1
+
+
+def test_a_uniform_density_nears_a_gaussian_where_values_are_reversed() -> None:
+    x, mass = nodes(lambda x: (x.abs() <= 3**0.5).double(), 3**0.5)
+    *_, last = transport(x, mass, 3.0, 30, gain=-1.0)
+    start, end = (measure(y, mass) for y in (x, last))
+    assert abs(end.kurtosis) < abs(start.kurtosis) / 4
+    assert end.energy < start.energy / 10
+    *_, last = transport(x, mass, 3.0, 30)
+    assert abs(measure(last, mass).kurtosis) > abs(start.kurtosis)
 
 
 def test_the_variance_of_a_gaussian_repels_under_decay() -> None:

@@ -16,13 +16,17 @@ torch.Size([2, 4, 10, 8])
 
 from dualform.attention.batch_norm import batch_norm
 from dualform.attention.cache import Cache
+from dualform.attention.derived import Derived
+from dualform.attention.entmax import entmax
 from dualform.attention.inspection import Inspection, Support, inspect
-from dualform.attention.kinds import kind, with_weights
+from dualform.attention.kinds import kind, register_kind, with_weights
 from dualform.attention.linear import linear
 from dualform.attention.local import local
+from dualform.attention.losses import Huber, Loss, Squared
 from dualform.attention.memories import memory
 from dualform.attention.multihead import MultiheadAttention
 from dualform.attention.primal import Primal, Solution
+from dualform.attention.replace import replace
 from dualform.attention.ridge import ridge
 from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
 from dualform.attention.softmax import softmax
@@ -31,22 +35,29 @@ from dualform.attention.transforms import BatchNorm, RmsNorm, Shorten, Transform
 __all__ = [
     "BatchNorm",
     "Cache",
+    "Derived",
+    "Huber",
     "Inspection",
+    "Loss",
     "MultiheadAttention",
     "Primal",
     "RmsNorm",
     "Shorten",
     "Solution",
+    "Squared",
     "Support",
     "Transform",
     "UnitLength",
     "batch_norm",
     "batch_norm_scaled_heads",
+    "entmax",
     "inspect",
     "kind",
     "linear",
     "local",
     "memory",
+    "register_kind",
+    "replace",
     "ridge",
     "scaled_heads",
     "softmax",

@@ -1,7 +1,7 @@
 """Decoding: the context of each kind, token by token, exactly as the whole causal pass reads it.
 
 softmax and local attention keep keys and values; linear attention only its state W, z; Attention-BN
-also the number, sum and sum of squares of the keys; Attention-SH the blocks and the open block's
+also the number, mean and variance of the keys; Attention-SH the blocks and the open block's
 keys.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.attention.batch_norm import Statistics, from_sums
+from dualform.attention.batch_norm import Statistics, from_sums, measured_from, origin_of
+from dualform.attention.kinds import KINDS, Layer, described, options_of, record_of
 from dualform.attention.kinds import kind as kind_of
-from dualform.attention.kinds import options_of
 from dualform.attention.linear import State, scan
+from dualform.attention.primal import Primal
 from dualform.attention.shapes import for_each_query_head, heads, wide
 from dualform.attention.shorten import Pool, require_factors, shorten
-from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
 from dualform.memory import FeatureMap
 
@@ -38,13 +38,17 @@ class Cache:
     10
     """
 
-    def __init__(self, kind: str = "softmax", **options: Any) -> None:
+    def __init__(self, kind: str | Primal | Layer = "softmax", **options: Any) -> None:
         self.kind, self.options = kind, options_of(kind, options)
-        if kind not in CONTEXTS:
+        if not record_of(kind).is_causal:
+            able = ", ".join(name for name, known in KINDS.items() if known.is_causal)
             raise AttentionError(
-                f"kind='{kind}' cannot be read token by token; these can: {', '.join(CONTEXTS)}."
+                f"kind={described(kind)} cannot be read token by token; these can: {able}."
             )
-        self._context: Context = CONTEXTS[kind](**self.options)
+        own = CONTEXTS.get(kind) if isinstance(kind, str) else None
+        self._context: Context = (
+            own(**self.options) if own else _Pairs(kind_of(kind, **self.options))
+        )
         self._count = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -70,7 +74,7 @@ class Cache:
 
 
 class Rows:
-    """Rows that grow at the end, in room that doubles.
+    """Rows that grow at the end, in room that doubles; where a graph is kept, in new room.
 
     >>> rows = Rows()
     >>> rows.append(torch.ones(2, 3)).append(torch.zeros(1, 3)).all.shape
@@ -89,6 +93,10 @@ class Rows:
     def append(self, x: Tensor) -> Rows:
         """Adds rows (…, n, d) at the end."""
         need = self._used + x.shape[-2]
+        if torch.is_grad_enabled():  # a graph may hold what was read: it must stay as it was
+            self._room = torch.cat([self.all, x], -2) if self._used else x
+            self._used = need
+            return self
         if self._room.ndim < 2 or self._room.shape[-2] < need:
             room = x.new_empty(*x.shape[:-2], max(need, 2 * self._used), x.shape[-1])
             if self._used:
@@ -121,15 +129,15 @@ class Context(ABC):
 
 
 class _Pairs(Context):
-    """Every key and value."""
+    """Every key and value, read by the layer itself: so any layer with a causal form can decode."""
 
-    def __init__(self, scale: float | None) -> None:
-        self._k, self._v, self._scale = Rows(), Rows(), scale
+    def __init__(self, layer: Layer) -> None:
+        self._k, self._v, self._layer = Rows(), Rows(), layer
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         before = len(self._k)
         keys, values = self._k.append(k).all, self._v.append(v).all
-        return softmax(q, keys, values, is_causal=True, scale=self._scale, offset=before)
+        return self._layer(q, keys, values, is_causal=True, offset=before)
 
     def tensors(self) -> list[Tensor]:
         return [self._k.all, self._v.all]
@@ -139,14 +147,11 @@ class _Window(_Pairs):
     """The keys and values of the last window."""
 
     def __init__(self, scale: float | None, window: int) -> None:
-        super().__init__(scale)
+        super().__init__(kind_of("local", window=window, scale=scale))
         self._window = window
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        before = len(self._k)
-        keys, values = self._k.append(k).all, self._v.append(v).all
-        read = kind_of("local", window=self._window, scale=self._scale)
-        y = read(q, keys, values, is_causal=True, offset=before)
+        y = super().step(q, k, v)
         for rows in (self._k, self._v):
             rows.keep_last(self._window)
         return y
@@ -180,31 +185,44 @@ def _nothing(phi_k: Tensor, width: int) -> State:
 
 
 class _Statistics(_Pairs):
-    """Every key and value, and the number, sum and sum of squares of the keys."""
+    """Every key and value, and the number, mean and variance of the keys.
 
-    def __init__(self, scale: float | None, beta: float, eps: float) -> None:
-        super().__init__(scale)
-        self._beta, self._eps = beta, eps
-        self._sums: list[Tensor] = []
+    Keys are kept as measured from the first ones, which changes nothing but the rounding.
+    """
+
+    def __init__(
+        self, scale: float | None, beta: float | Tensor, eps: float, variance: bool
+    ) -> None:
+        super().__init__(kind_of("softmax", scale=scale))
+        self._beta, self._eps, self._variance = beta, eps, variance
+        self._origin: Tensor | None = None
+        self._past: Statistics | None = None
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = self._running(k).rewrite(q, self._beta, self._eps)
-        return super().step(q, k, v)
-
-    def _running(self, k: Tensor) -> Statistics:
-        if not self._sums:
-            origin = wide(k[..., :1, :])
-            none = torch.zeros_like(origin)
-            self._sums = [origin, none[..., :1], none, none]
-        origin, *before = self._sums
-        apart = wide(k) - origin
-        terms = (torch.ones_like(apart[..., :1]), apart, apart.square())
-        running = [b + x.cumsum(-2) for b, x in zip(before, terms, strict=True)]
-        self._sums = [origin, *(x[..., -1:, :] for x in running)]
-        return from_sums(origin, *running)
+        if self._origin is None:
+            self._origin = origin_of(k)
+        apart = wide(k) - self._origin
+        found = from_sums(
+            *(x.cumsum(-2) for x in (torch.ones_like(apart[..., :1]), apart, apart.square()))
+        )
+        found = found if self._past is None else _joined(self._past, found)
+        self._past = Statistics(*(x[..., -1:, :] for x in found))
+        moved = wide(q) - self._beta * for_each_query_head(self._origin, q)
+        rewritten = found.rewrite(moved, self._beta, self._eps, self._variance)
+        return super().step(rewritten.to(q.dtype), measured_from(self._origin, k), v)
 
     def tensors(self) -> list[Tensor]:
-        return [*super().tensors(), *self._sums]
+        own = [] if self._past is None or self._origin is None else [self._origin, *self._past]
+        return [*super().tensors(), *own]
+
+
+def _joined(past: Statistics, new: Statistics) -> Statistics:
+    """Statistics of keys of both, without sums of squares that could cancel."""
+    number = past.number + new.number
+    share, apart = new.number / number, new.mean - past.mean
+    spread = past.variance * (1 - share) + new.variance * share
+    variance = spread + apart.square() * share * (1 - share)
+    return Statistics(past.mean + apart * share, variance, number)
 
 
 class _Blocks(Context):
@@ -296,10 +314,10 @@ class _Group:
 
 
 CONTEXTS: dict[str, type[Any]] = {
-    "softmax": _Pairs,
     "linear": _Linear,
     "local": _Window,
     "batch_norm": _Statistics,
     "scaled_heads": _Blocks,
     "batch_norm_scaled_heads": _NormalizedBlocks,
 }
+"""The kinds whose past takes less than every key and value, or more."""

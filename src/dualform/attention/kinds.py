@@ -1,41 +1,128 @@
-"""The layers by name, and what they all can give: outputs, weights, and both at once."""
+"""The registry of layers: by name, by a primal problem, or a function of one's own.
+
+Whatever takes a `kind` (`MultiheadAttention`, `Cache`, `memory`, `replace`, transformers) takes any
+of the three. A name of one's own is added by `register_kind`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.attention.batch_norm import batch_norm
+from dualform.attention.derived import Derived
+from dualform.attention.entmax import entmax
 from dualform.attention.linear import linear
 from dualform.attention.local import local
+from dualform.attention.primal import Primal
 from dualform.attention.ridge import ridge
 from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
-from dualform.attention.shapes import for_each_query_head
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
 
 Layer = Callable[..., Tensor]
 
-KINDS: dict[str, Layer] = {
-    "softmax": softmax,
-    "linear": linear,
-    "local": local,
-    "batch_norm": batch_norm,
-    "scaled_heads": scaled_heads,
-    "batch_norm_scaled_heads": batch_norm_scaled_heads,
-    "ridge": ridge,
+
+@dataclass(frozen=True)
+class Kind:
+    """A layer, and what those who use it must know of it.
+
+    >>> Kind(softmax).has_positions
+    False
+    """
+
+    layer: Layer
+    """A function of q, k, v, attn_mask, is_causal, scale, offset, dropout_p and its options."""
+    is_causal: bool = True
+    """Whether it has a causal form."""
+    has_positions: bool = False
+    """Whether it matters where a key stands, as for windows and blocks."""
+    pools: bool = False
+    """Whether keys are joined to blocks, so that a mask may only hide keys."""
+    takes_scale: bool = True
+    """Whether a model's own scale of logits is meant for it."""
+    averages: bool = True
+    """Whether the weights of a query sum to 1."""
+
+
+KINDS: dict[str, Kind] = {
+    "softmax": Kind(softmax),
+    "linear": Kind(linear, takes_scale=False),
+    "local": Kind(local, has_positions=True),
+    "batch_norm": Kind(batch_norm),
+    "scaled_heads": Kind(scaled_heads, has_positions=True, pools=True),
+    "batch_norm_scaled_heads": Kind(batch_norm_scaled_heads, has_positions=True, pools=True),
+    "entmax": Kind(entmax),
+    "ridge": Kind(ridge, is_causal=False, averages=False),
 }
-"""Every kind: a function of q, k, v, attn_mask, is_causal, scale and options of its own."""
+"""Every kind that has a name."""
 OF_A_CALL = ("q", "k", "v", "attn_mask", "is_causal", "offset", "dropout_p")
 
 
-def kind(name: str, **options: Any) -> Layer:
-    """The layer of a name, with its own options filled in.
+def register_kind(
+    name: str,
+    layer: Layer | Primal,
+    *,
+    is_causal: bool = True,
+    has_positions: bool = False,
+    takes_scale: bool = True,
+) -> str:
+    """Gives a layer of one's own, or the layer of a primal problem, a name.
+
+    A function takes q, k, v and, as the other layers do, attn_mask, is_causal, scale, offset and
+    dropout_p; its further keywords are options. Of a problem everything else is known.
+
+    >>> from dualform import attention
+    >>> name = register_kind("cosine", attention.Primal(keys=(attention.UnitLength(),)))
+    >>> attention.MultiheadAttention(16, 4, kind="cosine")(*torch.randn(3, 5, 2, 16))[0].shape
+    torch.Size([5, 2, 16])
+    >>> register_kind("softmax", softmax)
+    Traceback (most recent call last):
+    dualform.errors.AttentionError: kind='softmax' is taken; choose another name.
+    >>> del KINDS[name]
+    """
+    if name in KINDS:
+        raise AttentionError(f"kind='{name}' is taken; choose another name.")
+    if isinstance(layer, (Primal, Derived)):
+        KINDS[name] = record_of(layer)
+    else:
+        _require_arguments(layer)
+        KINDS[name] = Kind(layer, is_causal, has_positions, takes_scale=takes_scale)
+    return name
+
+
+def record_of(kind: str | Primal | Layer) -> Kind:
+    """The layer of a kind, and what is known of it.
+
+    >>> record_of(Primal(sees=3)).has_positions, record_of("linear").takes_scale
+    (True, False)
+    """
+    if isinstance(kind, str):
+        if kind not in KINDS:
+            raise AttentionError(f"kind='{kind}' is unknown; choose one of {', '.join(KINDS)}.")
+        return KINDS[kind]
+    if isinstance(kind, Primal):
+        kind = kind.attention()
+    if isinstance(kind, Derived):
+        return Kind(
+            kind,
+            has_positions=kind.has_positions,
+            pools=kind.pools,
+            takes_scale=kind.takes_scale,
+            averages=kind.averages,
+        )
+    _require_arguments(kind)
+    return Kind(kind)
+
+
+def kind(kind: str | Primal | Layer, **options: Any) -> Layer:
+    """The layer of a name, a primal problem or a function, with its own options filled in.
 
     >>> kind("local", window=3).keywords
     {'window': 3}
@@ -43,23 +130,55 @@ def kind(name: str, **options: Any) -> Layer:
     Traceback (most recent call last):
     dualform.errors.AttentionError: kind='sparse' is unknown; choose one of softmax, linear, ...
     """
-    options_of(name, options)
-    return partial(KINDS[name], **options)
+    options_of(kind, options)
+    return partial(record_of(kind).layer, **options)
 
 
-def options_of(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+def options_of(kind: str | Primal | Layer, given: dict[str, Any]) -> dict[str, Any]:
     """Every option of a kind, as given or by default; raises where there is no such option.
 
     >>> options_of("local", {"scale": 0.5})
     {'scale': 0.5, 'window': 64}
     """
-    if kind not in KINDS:
-        raise AttentionError(f"kind='{kind}' is unknown; choose one of {', '.join(KINDS)}.")
-    parameters = signature(KINDS[kind]).parameters.values()
+    parameters = signature(record_of(kind).layer).parameters.values()
     known = {p.name: p.default for p in parameters if p.name not in OF_A_CALL}
     for name in (name for name in given if name not in known):
-        raise AttentionError(f"kind='{kind}' has no option '{name}'; it has {', '.join(known)}.")
+        raise AttentionError(
+            f"kind={described(kind)} has no option '{name}'; it has {', '.join(known)}."
+        )
     return {**known, **given}
+
+
+def described(kind: str | Primal | Layer) -> str:
+    """A kind as its user wrote it.
+
+    >>> described("local"), described(softmax)
+    ("'local'", 'softmax')
+    """
+    named = kind.problem if isinstance(kind, Derived) else kind
+    return repr(kind) if isinstance(kind, str) else getattr(named, "__name__", repr(named))
+
+
+def learned_parts(
+    kind: str | Primal | Layer, options: dict[str, Any]
+) -> dict[str, nn.Parameter | nn.Module]:
+    """Parameters and modules among the options and, by their field, in a primal problem.
+
+    >>> list(learned_parts("batch_norm", {"beta": nn.Parameter(torch.ones(()))}))
+    ['beta']
+    """
+    found: dict[str, Any] = dict(options)
+    layer = record_of(kind).layer
+    if isinstance(layer, Derived):
+        problem = layer.problem
+        found |= {"kernel": problem.kernel, "normalizer": problem.normalizer}
+        for place, step in enumerate(problem.keys):
+            found[f"keys_{place}"] = step
+            own: list[str] = [one.name for one in fields(step)] if is_dataclass(step) else []
+            found |= {f"keys_{place}_{name}": getattr(step, name) for name in own}
+    elif isinstance(layer, nn.Module):
+        found["kind_module"] = layer
+    return {name: x for name, x in found.items() if isinstance(x, (nn.Parameter, nn.Module))}
 
 
 def with_weights(
@@ -74,8 +193,36 @@ def with_weights(
     >>> torch.allclose(weights @ v, y, atol=1e-6), weights.shape
     (True, torch.Size([2, 5, 5]))
     """
-    v = for_each_query_head(v, q)
-    unit = torch.eye(k.shape[-2], dtype=v.dtype, device=v.device)
-    both = torch.cat([v, unit.expand(*v.shape[:-1], -1)], -1)
-    y = layer(q, for_each_query_head(k, q), both, **options)
+    y = layer(q, k, with_unit_values(v), **options)
     return y[..., : v.shape[-1]], y[..., v.shape[-1] :]
+
+
+def with_unit_values(v: Tensor) -> Tensor:
+    """(…, S, M + S): the values, and beside them the unit vectors, which a layer makes weights of.
+
+    >>> with_unit_values(torch.tensor([[5.0], [7.0]]))
+    tensor([[5., 1., 0.],
+            [7., 0., 1.]])
+    """
+    unit = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device)
+    return torch.cat([v, unit.expand(*v.shape[:-1], -1)], -1)
+
+
+def _require_arguments(layer: Layer) -> None:
+    """Raise unless a function can be called as the layers are."""
+    if not callable(layer):
+        raise AttentionError(
+            f"kind={layer!r} is no layer; give a name ({', '.join(KINDS)}), a Primal, or a "
+            "function of q, k, v."
+        )
+    known = signature(layer).parameters
+    if any(p.kind is Parameter.VAR_KEYWORD for p in known.values()):
+        return
+    needed = ("attn_mask", "is_causal", "scale", "offset", "dropout_p")
+    missing = [name for name in needed if name not in known]
+    if missing:
+        raise AttentionError(
+            f"kind={described(layer)} takes {', '.join(known)}, but not {', '.join(missing)}; a "
+            f"layer takes q, k, v and the keywords {', '.join(needed)}. Refuse in it what "
+            "it cannot do."
+        )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import dropout, pad
 
 from dualform.attention.fused import can_fuse
 from dualform.attention.shapes import (
@@ -22,7 +22,6 @@ from dualform.attention.shapes import (
     wide,
     with_causal,
 )
-from dualform.errors import AttentionError
 from dualform.memory import EluPlusOne, FeatureMap
 from dualform.memory.kernels import nonzero
 
@@ -54,6 +53,7 @@ def linear(
 
     `scale` is 1 unless given; `normalized=False` leaves the divisor out. A mask that treats queries
     differently takes an L × S matrix, as the mask itself does; numbers in it multiply by exp.
+    Dropout takes one too: it drops weights, which are not formed without it.
 
     >>> q, k, v = torch.randn(3, 2, 5, 8).unbind()
     >>> from dualform.memory import Memory
@@ -62,11 +62,10 @@ def linear(
     True
     """
     require_shapes(q, k, v)
-    _require_no_dropout(dropout_p)
-    plain = attn_mask is None and not offset and normalized and q.shape == k.shape
+    plain = attn_mask is None and not (offset or dropout_p) and normalized and q.shape == k.shape
     narrow = max(q.shape[-1], v.shape[-1]) <= 128
     q = q if scale is None else q * scale
-    if plain and narrow and isinstance(features, EluPlusOne) and can_fuse(q, k):
+    if plain and narrow and type(features) is EluPlusOne and can_fuse(q, k):
         from dualform.attention.kernels_linear import linear_attention
 
         return linear_attention(q, k, v, is_causal)
@@ -74,8 +73,9 @@ def linear(
     phi_k, v = for_each_query_head(phi_k, q), for_each_query_head(v, q)
     if attn_mask is not None:
         require_mask(attn_mask, q, k)
-        if attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1:
-            return _by_pairs(phi_q, phi_k, v, attn_mask, is_causal, offset, normalized)
+    if dropout_p or (attn_mask is not None and attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1):
+        return _by_pairs(phi_q, phi_k, v, attn_mask, is_causal, offset, normalized, dropout_p)
+    if attn_mask is not None:
         phi_k = phi_k * _factors(attn_mask, phi_k).mT
     if not is_causal:
         return read(phi_q, state(phi_k, v), normalized)
@@ -111,17 +111,20 @@ def _by_pairs(
     phi_q: Tensor,
     phi_k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     is_causal: bool,
     offset: int,
     normalized: bool,
+    dropout_p: float,
 ) -> Tensor:
     if is_causal:
         causal = causal_mask(phi_q.shape[-2], phi_k.shape[-2], offset, v.device)
         mask = with_causal(mask, causal)
-    weights = (phi_q @ phi_k.mT) * _factors(mask, phi_q)
-    y = weights @ v
-    return y / nonzero(weights.sum(-1, keepdim=True)) if normalized else y
+    weights = phi_q @ phi_k.mT
+    weights = weights if mask is None else weights * _factors(mask, phi_q)
+    total = nonzero(weights.sum(-1, keepdim=True))
+    y = dropout(weights, dropout_p, training=dropout_p > 0) @ v
+    return y / total if normalized else y
 
 
 def _causal(phi_q: Tensor, phi_k: Tensor, v: Tensor, offset: int, normalized: bool) -> Tensor:
@@ -165,11 +168,3 @@ def _chunked(x: Tensor, n: int) -> Tensor:
     size = min(CHUNK, max(n, 1))
     filled = pad(x, (0, 0, 0, -n % size))
     return filled.view(*x.shape[:-2], -1, size, x.shape[-1])
-
-
-def _require_no_dropout(dropout_p: float) -> None:
-    if dropout_p:
-        raise AttentionError(
-            f"linear attention never forms the weights that dropout_p={dropout_p} would drop; "
-            "use dropout_p=0, and dropout on the output instead."
-        )

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dualform.attention.kinds import Layer, options_of, record_of, with_weights
 from dualform.attention.kinds import kind as kind_of
-from dualform.attention.kinds import options_of, with_weights
 from dualform.attention.linear import ELU_PLUS_ONE
+from dualform.attention.primal import Primal
 from dualform.memory import EluPlusOne, Exponential, FeatureMap, Kernel, Memory
 
 
@@ -23,13 +24,13 @@ class LayerKernel(Kernel):
     tensor([1.0000, 1.0000, 1.0000, 1.0000, 1.0000])
     """
 
-    kind: str
+    kind: str | Primal | Layer
     options: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def normalized(self) -> bool:
-        """All kinds average their values, but for ridge, which solves for them, or unless told."""
-        return self.kind != "ridge" and bool(self.options.get("normalized", True))
+        """Most kinds average their values; ridge solves for them, and others may be told not to."""
+        return record_of(self.kind).averages and bool(self.options.get("normalized", True))
 
     def _weights(self, queries: Tensor, keys: Tensor) -> Tensor:
         layer = kind_of(self.kind, **self.options)
@@ -58,7 +59,7 @@ class Averaging(FeatureMap):
         return self.of.features(x)
 
 
-def memory(kind: str, k: Tensor, v: Tensor, **options: Any) -> Memory:
+def memory(kind: str | Primal | Layer, k: Tensor, v: Tensor, **options: Any) -> Memory:
     """The context of a layer as a memory: `read(q)` is the layer, `scores(q)` its weights.
 
     Where features are finite, `primal()` is the weights that a decoder carries.
@@ -74,7 +75,7 @@ def memory(kind: str, k: Tensor, v: Tensor, **options: Any) -> Memory:
     return Memory(k, v, _kernel(kind, options))
 
 
-def _kernel(kind: str, options: dict[str, Any]) -> Kernel:
+def _kernel(kind: str | Primal | Layer, options: dict[str, Any]) -> Kernel:
     options_of(kind, options)
     if kind == "softmax" and not options.keys() - {"scale"}:
         return Exponential(options.get("scale"))

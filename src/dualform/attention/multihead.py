@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +10,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear as project
 
 from dualform.attention.cache import Cache
-from dualform.attention.kinds import kind as kind_of
-from dualform.attention.kinds import options_of, with_weights
+from dualform.attention.kinds import (
+    Layer,
+    described,
+    learned_parts,
+    options_of,
+    record_of,
+    with_weights,
+)
+from dualform.attention.primal import Primal
 from dualform.attention.shapes import causal_mask
 from dualform.errors import AttentionError
 
@@ -33,8 +41,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     Args:
         num_kv_heads: heads of keys and values, where several heads of queries share one; the
             projections are then three parameters, as torch's are where kdim or vdim is given.
-        kind: a name of `dualform.attention.kind`.
-        options: of that kind, such as window, factors, beta.
+        kind: a name of `dualform.attention.kind`, a `Primal`, or a function of your own.
+        options: of that kind, such as window, factors, beta. A parameter or a module among them,
+            or in the problem, is learned with the module: beta=nn.Parameter(torch.ones(4, 1, 1)).
     """
 
     def __init__(
@@ -52,7 +61,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
-        kind: str = "softmax",
+        kind: str | Primal | Layer = "softmax",
         **options: Any,
     ) -> None:
         super().__init__(
@@ -70,8 +79,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         self.kind, self.options = kind, options
         self.num_kv_heads = num_kv_heads or num_heads
-        self._layer = kind_of(kind, **options)
+        options_of(kind, options)
         self._check()
+        self._learned = frozenset(learned_parts(kind, options))
+        for name, part in learned_parts(kind, options).items():
+            setattr(self, name, part)
         if self.num_kv_heads != num_heads:
             self._share_keys()
         # torch's encoder layers have a shortcut in eval mode that computes softmax attention from
@@ -80,7 +92,22 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def extra_repr(self) -> str:
         """What torch's module does not say of itself."""
-        return f"{self.embed_dim}, {self.num_heads}, kind={self.kind!r}, {self.options}"
+        shown = {name: x for name, x in self.options.items() if name not in self._learned}
+        return f"{self.embed_dim}, {self.num_heads}, kind={described(self.kind)}, {shown}"
+
+    @property
+    def layer(self) -> partial[Tensor]:
+        """The layer between the projections, with its options as they are now.
+
+        >>> MultiheadAttention(16, 4, kind="local", window=3).layer.keywords
+        {'window': 3}
+        """
+        return partial(record_of(self.kind).layer, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """Options as given; what is learned as the module holds it, parametrized or not."""
+        learned = {name: getattr(self, name) for name in self.options if name in self._learned}
+        return {**self.options, **learned}
 
     def forward(
         self,
@@ -152,8 +179,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             "dropout_p": self.dropout if self.training else 0.0,
         }
         if need_weights:
-            return with_weights(self._layer, q, k, v, **options)
-        return self._layer(q, k, v, **options), None
+            return with_weights(self.layer, q, k, v, **options)
+        return self.layer(q, k, v, **options), None
 
     def _projections(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         if self.in_proj_weight is not None:
@@ -206,12 +233,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "every head of keys serves as many heads of queries."
             )
         if (self.bias_k is not None or self.add_zero_attn) and (
-            self.kind not in ("softmax", "linear", "batch_norm")
-            or self.num_kv_heads != self.num_heads
+            record_of(self.kind).has_positions or self.num_kv_heads != self.num_heads
         ):
             raise AttentionError(
                 f"add_bias_kv and add_zero_attn add a key without a place in the sequence, which "
-                f"kind='{self.kind}' or shared heads cannot use; leave them out."
+                f"kind={described(self.kind)} or shared heads cannot use; leave them out."
             )
 
     def _require_plain(
@@ -224,12 +250,19 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
 
     def _require_own(self, cache: Cache) -> None:
-        mine = (self.kind, options_of(self.kind, self.options))
-        if mine != (cache.kind, cache.options):
+        mine = options_of(self.kind, self._options())
+        if self.kind != cache.kind or not all(_same(x, cache.options[n]) for n, x in mine.items()):
             raise AttentionError(
-                f"the cache was made for kind='{cache.kind}' with {cache.options}, but this module "
-                f"reads kind='{self.kind}' with {mine[1]}; give Cache(kind, **options) the same."
+                f"the cache was made for kind={described(cache.kind)} with {cache.options}, but "
+                f"this module reads kind={described(self.kind)} with {mine}; give "
+                "Cache(kind, **options) the same."
             )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one is other or torch.equal(one, other)
+    return bool(one == other)
 
 
 def _seen(mask: Tensor | None, q: Tensor, heads: int) -> Tensor | None:

@@ -9,24 +9,19 @@ layer. In a network v_j = W_V x_j stands in for the duals; no regression is solv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dualform.attention.batch_norm import batch_norm
 from dualform.attention.derivation import Problem
-from dualform.attention.linear import linear
-from dualform.attention.local import local
-from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
-from dualform.attention.softmax import softmax
-from dualform.attention.svr import solve
-from dualform.attention.transforms import BatchNorm, Shorten, Transform
+from dualform.attention.derived import Derived
+from dualform.attention.losses import solve_smooth
+from dualform.attention.svr import Array, Duals, solve
+from dualform.attention.transforms import Shorten
+from dualform.attention.units import log_mean, require_comparable
 from dualform.errors import AttentionError
-from dualform.memory import Exponential, FeatureMap
 from dualform.memory.kernels import nonzero
 
 
@@ -45,32 +40,30 @@ class Primal(Problem):
     True
 
     Args:
-        kernel: Φ, by its kernel Φ(x)·Φ(y). `Exponential` gives softmax attention.
-        normalizer: h(x) = Σ_j Φ(Tx)·Φ(Tk_j) over the keys that are seen ("sum"), or 1 ("one").
+        kernel: Φ, by its kernel Φ(x)·Φ(y). `Exponential` gives softmax attention; a `FeatureMap`
+            of your own is linear attention, any other `Kernel` is read pair by pair.
+        normalizer: h(x) = Σ_j Φ(Tx)·Φ(Tk_j) over the keys that are seen ("sum"), 1 ("one"), or a
+            function of those products (…, n, keys) that gives (…, n, 1).
         sees: "all" keys, the keys up to a query's position ("causal"), or a window around it.
         keys: what happens to queries and keys before Φ, in this order.
         epsilon: how far off a prediction may be at no cost.
-        C: the price of being further off, in units of h̄², the geometric mean of h(k)².
+        C: the price of being further off, in units of 1/ḡ: ḡ is the geometric mean over keys of
+            G_jj = Φ(Tk_j)·Φ(Tk_j)/h(k_j)². Duals are given in the same unit.
+        loss: what a residual costs instead, a `Loss`; then there is no epsilon. The layer is the
+            same for all losses, since its values stand in for the duals.
     """
 
-    def attention(self) -> Callable[..., Tensor]:
-        """The derived layer, a function of q, k, v on the fused kernels.
+    def attention(self) -> Derived:
+        """The derived layer: a function of q, k, v, masks, is_causal, scale, offset and dropout.
+
+        Give it, or the problem itself, as the `kind` of `MultiheadAttention` and of a `Cache`.
 
         >>> from dualform.attention import Primal, Shorten
         >>> layer = Primal(keys=(Shorten(4),), sees="causal").attention()
         >>> layer(*torch.randn(3, 2, 16, 8).unbind()).shape
         torch.Size([2, 16, 8])
         """
-        if not isinstance(self.sees, int) and isinstance(self.kernel, Exponential):
-            layer = _with_statistics(self.keys)
-            if layer is not None:
-                return partial(layer, scale=self.kernel.scale, is_causal=self.sees == "causal")
-        if self.sees != "all" and any(step.depends_on_keys for step in self.keys):
-            raise AttentionError(
-                f"{self.keys} depends on the keys that a query sees, and with {self.kernel} and "
-                f"sees={self.sees!r} that is known for sees='all' only."
-            )
-        return partial(_transformed, layer=self._plain(), keys=self.keys)
+        return Derived(self)
 
     def solve(self, keys: Tensor, targets: Tensor, at: int | None = None) -> Solution:
         """The regression on keys (n, d) and targets (n, m) at its optimum, each output by itself.
@@ -88,25 +81,17 @@ class Primal(Problem):
         for step in self.keys:
             k, y = step.shorten(k, y, open_end=self.sees == "causal")
         features = _Features(self, k)
-        G, h = features.gram(), features.h(k)
-        C = self.C * float(nonzero(h).abs().log().mean().mul(2).exp())
-        duals = [solve(G.numpy(), column.numpy(), self.epsilon, C) for column in y.T]
+        G = features.require_solvable().numpy()
+        duals = [self._duals(G, column.numpy()) for column in y.T]
         beta = torch.stack([torch.from_numpy(one.beta) for one in duals], -1)
         b = torch.tensor([one.b for one in duals], dtype=torch.float64)
-        values = self._lengthened(beta / nonzero(h), keys, seen)
-        return Solution(features, beta, b, values, C, max(one.gap for one in duals))
+        values = self._lengthened(beta * features.per_dual(), keys, seen)
+        return Solution(features, beta, b, values, self.C, max(one.gap for one in duals))
 
-    def _plain(self) -> Callable[..., Tensor]:
-        if isinstance(self.kernel, Exponential):
-            scale = self.kernel.scale
-            if isinstance(self.sees, int):
-                return partial(local, window=self.sees, scale=scale)
-            return partial(softmax, is_causal=self.sees == "causal", scale=scale)
-        assert isinstance(self.kernel, FeatureMap)
-        layer = partial(linear, features=self.kernel, normalized=self.normalizer == "sum")
-        if isinstance(self.sees, int):
-            return partial(_windowed, layer=layer, window=self.sees)
-        return partial(layer, is_causal=self.sees == "causal")
+    def _duals(self, G: Array, y: Array) -> Duals:
+        if self.loss is not None:
+            return solve_smooth(G, y, self.loss, self.C)
+        return solve(G, y, self.epsilon, self.C)
 
     def _require_data(self, keys: Tensor, targets: Tensor, at: int | None) -> None:
         if not keys.ndim == targets.ndim == 2 or len(keys) != len(targets):
@@ -138,33 +123,67 @@ class Primal(Problem):
 
 
 class _Features:
-    """Φ(Tx)/h(x) by its inner products, in float64, straight from the definition."""
+    """Φ(Tx)/h(x) by its inner products, in float64, straight from the definition, over √ḡ."""
 
     def __init__(self, primal: Primal, k: Tensor) -> None:
         self._primal, self._keys = primal, k
         self.k = self._transformed(k)
-
-    def h(self, x: Tensor) -> Tensor:
-        """(n, 1): h(x) = Σ_j Φ(Tx)·Φ(Tk_j), or 1."""
-        products = self.products(x)
-        ones = torch.ones_like(products[:, :1])
-        return products.sum(-1, keepdim=True) if self._primal.normalizer == "sum" else ones
-
-    def products(self, x: Tensor) -> Tensor:
-        """(n, keys): Φ(Tx)·Φ(Tk_j)."""
-        kernel, x = self._primal.kernel, self._transformed(x)
-        if isinstance(kernel, Exponential):
-            scale = x.shape[-1] ** -0.5 if kernel.scale is None else kernel.scale
-            return (scale * x @ self.k.T).exp()
-        return kernel.features(x) @ kernel.features(self.k).T
+        self._log_h = self._log_sizes(k)
+        self._log_unit = float(log_mean(self._log_own(), self._log_h.squeeze(-1)))
 
     def gram(self) -> Tensor:
-        """(keys, keys): G_ij = Φ(Tk_i)·Φ(Tk_j) / (h(k_i) h(k_j))."""
+        """(keys, keys): G_ij/ḡ, G_ij = Φ(Tk_i)·Φ(Tk_j) / (h(k_i) h(k_j))."""
         return self.against(self._keys)
 
     def against(self, x: Tensor) -> Tensor:
-        """(n, keys): Φ(Tx)·Φ(Tk_j) / (h(x) h(k_j))."""
-        return self.products(x) / nonzero(self.h(x)) / nonzero(self.h(self._keys)).T
+        """(n, keys): Φ(Tx)·Φ(Tk_j) / (h(x) h(k_j) ḡ)."""
+        if self._primal.is_softmax:
+            log_h = self._log_sizes(x)
+            return (self._scores(x) - log_h - self._log_h.T - self._log_unit).exp()
+        h, h_k = (nonzero(self._h(y)) for y in (x, self._keys))
+        return self._products(x) / h / h_k.T * math.exp(-self._log_unit)
+
+    def per_dual(self) -> Tensor:
+        """(keys, 1): 1/(h(k_j) ḡ), what a dual makes of a value."""
+        if self._primal.is_softmax:
+            return (-self._log_h - self._log_unit).exp()
+        return math.exp(-self._log_unit) / nonzero(self._h(self._keys))
+
+    def require_solvable(self) -> Tensor:
+        """The Gram matrix; raise where keys differ too much in length, or are too long."""
+        require_comparable(self._log_own(), self._log_h.squeeze(-1))
+        G = self.gram()
+        if not G.isfinite().all():
+            raise AttentionError(
+                "Φ(k_i)·Φ(k_j)/(h(k_i) h(k_j)) is not finite for all keys: the keys are not, or "
+                "their products or h leave float64. Bring keys to a smaller length "
+                "(keys=(RmsNorm(),) or (UnitLength(),)), or take a smaller scale."
+            )
+        return G
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """(n, keys): log Φ(Tx)·Φ(Tk_j), of exponentials."""
+        return self._primal.scores(self._transformed(x), self.k)
+
+    def _products(self, x: Tensor) -> Tensor:
+        """(n, keys): Φ(Tx)·Φ(Tk_j)."""
+        return self._primal.products(self._transformed(x), self.k)
+
+    def _h(self, x: Tensor) -> Tensor:
+        """(n, 1): h(x) of its products with the keys."""
+        return self._primal.h(self._products(x))
+
+    def _log_sizes(self, x: Tensor) -> Tensor:
+        """(n, 1): log |h(x)|."""
+        if self._primal.is_softmax:
+            return self._scores(x).logsumexp(-1, keepdim=True)
+        return nonzero(self._h(x)).abs().log()
+
+    def _log_own(self) -> Tensor:
+        """(keys,): log Φ(Tk_j)·Φ(Tk_j)."""
+        if self._primal.is_softmax:
+            return self._scores(self._keys).diagonal()
+        return self._products(self._keys).diagonal().log()
 
     def _transformed(self, x: Tensor) -> Tensor:
         keys = self._keys
@@ -185,12 +204,12 @@ class Solution:
 
     features: _Features = field(repr=False)
     beta: Tensor
-    """(keys, m): α − α̃, after shortening."""
+    """(keys, m): α − α̃, after shortening, in units of 1/ḡ."""
     b: Tensor
     values: Tensor
     """(n, m): v_j = (α_j − α̃_j)/h(k_j), for the keys as they were given."""
     C: float
-    """The bound of the duals: the problem's C times the geometric mean of h(k)²."""
+    """The bound of the duals, in the same units: the problem's C."""
     gap: float
     """The largest relative duality gap of the outputs."""
 
@@ -202,33 +221,3 @@ class Solution:
     def predict(self, x: Tensor) -> Tensor:
         """f(x) = Σ_j (α_j − α̃_j) Φ(Tx)·Φ(Tk_j)/(h(x) h(k_j)) + b, the regression as such."""
         return self.features.against(x.double()) @ self.beta + self.b
-
-
-def _with_statistics(keys: tuple[Transform, ...]) -> Callable[..., Tensor] | None:
-    """The layer of these transforms that knows what every query sees, if there is one."""
-    if len(keys) == 1 and isinstance(keys[0], BatchNorm):
-        return partial(batch_norm, beta=keys[0].beta, eps=keys[0].eps)
-    if not keys or not isinstance(keys[0], Shorten):
-        return None
-    given: dict[str, Any] = {"factors": (keys[0].factor,), "pool": keys[0].pool}
-    if len(keys) == 1:
-        return partial(scaled_heads, **given)
-    if len(keys) == 2 and isinstance(keys[1], BatchNorm):
-        return partial(batch_norm_scaled_heads, beta=keys[1].beta, eps=keys[1].eps, **given)
-    return None
-
-
-def _transformed(
-    q: Tensor, k: Tensor, v: Tensor, *, layer: Callable[..., Tensor], keys: tuple[Transform, ...]
-) -> Tensor:
-    for step in keys:
-        k, v = step.shorten(k, v, open_end=False)
-        q, k = step.apply(q, k), step.apply(k, k)
-    return layer(q, k, v)
-
-
-def _windowed(
-    q: Tensor, k: Tensor, v: Tensor, *, layer: Callable[..., Tensor], window: int
-) -> Tensor:
-    i, j = (torch.arange(x.shape[-2], device=x.device) for x in (q, k))
-    return layer(q, k, v, (i[:, None] - j).abs() <= window)

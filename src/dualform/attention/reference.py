@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dualform.families.reference import entmax as by_halving
+
 Read = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -62,8 +64,11 @@ def batch_norm(
     scale: float | None = None,
     beta: float = 1.0,
     eps: float = 1e-5,
+    variance: bool = True,
 ) -> Tensor:
     """Softmax attention of (q − βμ)/s to (k − βμ)/s, μ and s² = σ² + ε over the keys that are seen.
+
+    Without the variance s is 1.
 
     >>> q, k, v = torch.randn(3, 4, 2).unbind()
     >>> sees = torch.ones(4, 4, dtype=torch.bool)
@@ -74,9 +79,32 @@ def batch_norm(
 
     def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mu = sum(k, torch.zeros_like(q)) / len(k)
-        variance = sum(((k_j - mu) ** 2 for k_j in k), torch.zeros_like(q)) / len(k)
-        s = (variance + eps).sqrt()
+        squares = sum(((k_j - mu) ** 2 for k_j in k), torch.zeros_like(q)) / len(k)
+        s = (squares + eps).sqrt() if variance else 1.0
         return _average((q - beta * mu) / s, (k - beta * mu) / s, v, scale)
+
+    return _each(q, k, v, sees, read)
+
+
+def entmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sees: Tensor,
+    scale: float | None = None,
+    alpha: float = 1.5,
+) -> Tensor:
+    """Σ_j p_j v_j with p the entmax of the logits of the keys that are seen, found by halving.
+
+    >>> sees = torch.ones(1, 2, dtype=torch.bool)
+    >>> entmax(torch.ones(1, 1), torch.tensor([[4.0], [0.0]]), torch.tensor([[5.0], [7.0]]), sees)
+    tensor([[5.]], dtype=torch.float64)
+    """
+
+    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        size = 1 / len(q) ** 0.5 if scale is None else scale
+        p = by_halving([float((q * k_j).sum()) * size for k_j in k], alpha)
+        return sum((w * v_j for w, v_j in zip(p, v, strict=True)), torch.zeros_like(v[0]))
 
     return _each(q, k, v, sees, read)
 

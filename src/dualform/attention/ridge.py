@@ -11,10 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualform.attention.shapes import for_each_query_head, require_mask, require_shapes, wide
+from dualform.attention.shapes import (
+    for_each_query_head,
+    require_mask,
+    require_shapes,
+    visible,
+    wide,
+)
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
-from dualform.memory.fused import seen
 
 
 def ridge(
@@ -71,7 +76,7 @@ def solved(
     logits = scale * k_ @ k_.mT
     if mask is not None:
         mask = mask if mask.ndim >= 2 else mask[None]
-        hidden = ~seen(mask).expand(*mask.shape[:-1], k.shape[-2])
+        hidden = ~visible(mask).expand(*mask.shape[:-1], k.shape[-2])
         bias = torch.zeros_like(logits[..., :1, :]) if mask.dtype == torch.bool else mask
         logits = (logits + bias).masked_fill(hidden, -torch.inf).masked_fill(hidden.mT, 0)
     eye = torch.eye(k.shape[-2], dtype=k_.dtype, device=k.device)

@@ -7,8 +7,8 @@ keys up to p as they are: nothing of the future enters, and at every position th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from dualform.attention.batch_norm import batch_norm
 from dualform.attention.fused import can_fuse
-from dualform.attention.shapes import heads, require_mask, require_shapes
+from dualform.attention.shapes import heads, require_mask, require_shapes, visible
 from dualform.attention.shorten import Pool, Shortened, require_factors, shorten
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
-from dualform.memory.fused import seen
 
 CHUNK = 256
 """Queries of a causal pass that are read at a time; its masks are CHUNK × keys."""
@@ -74,8 +73,9 @@ def batch_norm_scaled_heads(
     factors: tuple[int, ...] = (1, 2, 4, 8),
     pool: Pool = "mean",
     lead: int = 0,
-    beta: float = 1.0,
+    beta: float | Tensor = 1.0,
     eps: float = 1e-5,
+    variance: bool = True,
     offset: int = 0,
     dropout_p: float = 0.0,
 ) -> Tensor:
@@ -87,9 +87,15 @@ def batch_norm_scaled_heads(
     True
     """
     require_shapes(q, k, v)
-    inner = partial(batch_norm, scale=scale, beta=beta, eps=eps, dropout_p=dropout_p)
-    plan = _Plan(factors, pool, lead, is_causal, offset, inner)
-    return plan.read(q, k, v, plan.check(q, k, attn_mask))
+    inner = partial(batch_norm, scale=scale, eps=eps, variance=variance, dropout_p=dropout_p)
+    by_head = isinstance(beta, Tensor) and beta.ndim >= 3 and beta.shape[-3] > 1
+    plan = _Plan(factors, pool, lead, is_causal, offset, partial(inner, beta=beta))
+    keep = plan.check(q, k, attn_mask)
+    if not (by_head and isinstance(beta, Tensor)):
+        return plan.read(q, k, v, keep)
+    plans = (replace(plan, inner=partial(inner, beta=own)) for own in beta.chunk(len(factors), -3))
+    groups = zip(plans, plan.groups(q, k, v, keep), strict=True)
+    return torch.cat([own.read_factor(*group) for own, group in groups], -3)
 
 
 @dataclass(frozen=True)
@@ -110,14 +116,23 @@ class _Plan:
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         """All heads, those of a factor at a time."""
-        body = _causal if self.is_causal else _whole
         if len(set(self.factors)) == 1:
-            return body(q, k, v, keep, self.factors[0], self)
+            return self.read_factor(q, k, v, keep, self.factors[0])
+        return torch.cat([self.read_factor(*x) for x in self.groups(q, k, v, keep)], -3)
+
+    def read_factor(
+        self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, factor: int
+    ) -> Tensor:
+        """Heads of one factor."""
+        return (_causal if self.is_causal else _whole)(q, k, v, keep, factor, self)
+
+    def groups(
+        self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None, int]]:
+        """q, k, v and mask of the heads of each factor, and the factor."""
         count = len(self.factors)
-        kept = _split(keep, heads(k), count)
-        split = (x.chunk(count, -3) for x in (q, k, v))
-        groups = zip(*split, kept, self.factors, strict=True)
-        return torch.cat([body(*group, self) for group in groups], -3)  # type: ignore[call-arg]
+        split = [x.chunk(count, -3) for x in (q, k, v)]
+        return zip(*split, _split(keep, heads(k), count), self.factors, strict=True)
 
 
 def _whole(
@@ -200,7 +215,7 @@ def _same_for_all(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """(…, 1, S): which keys are seen, by a mask that may not tell queries or heads apart."""
     require_mask(mask, q, k)
     mask = mask if mask.ndim >= 2 else mask[None]
-    keep = seen(mask)
+    keep = visible(mask)
     if mask.shape[-2] > 1 or (mask.dtype != torch.bool and bool((mask[keep] != 0).any())):
         raise AttentionError(
             f"attn_mask of shape {tuple(mask.shape)} and {mask.dtype} cannot be used where keys "

@@ -3,8 +3,8 @@
 Queries are (…, heads, L, D), keys (…, heads, S, D), values (…, heads, S, M). There may be fewer
 heads of keys than of queries (grouped-query attention): each then serves as many consecutive heads
 of queries. Masks are those of `torch.nn.functional.scaled_dot_product_attention`: boolean, True
-where a query sees a key, or numbers that are added to the logits, −∞ where it does not. Under
-`is_causal` query i stands at position `offset + i` and sees the keys up to it.
+where a query sees a key, or numbers that are added to the logits, −∞ or far below the others where
+it does not. Under `is_causal` query i stands at position `offset + i` and sees the keys up to it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from dualform.errors import AttentionError
+
+HIDES = 1e4
+"""How far below the largest number of its row a number hides a key."""
 
 
 def require_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -88,6 +91,21 @@ def require_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
             f"attn_mask of shape {tuple(mask.shape)} does not fit {q.shape[-2]} queries and "
             f"{k.shape[-2]} keys; it must broadcast to {full}."
         )
+
+
+def visible(mask: Tensor) -> Tensor:
+    """True where a mask lets a query see a key, or hides it by a number far below the others.
+
+    A number hides its key if it is −∞, or at least 10,000 below the largest of its row: −1e9 and
+    the least number of a type are the usual ones. In any softmax such a key has no weight.
+
+    >>> visible(torch.tensor([0.5, -3.0, -1e9, -torch.inf]))
+    tensor([ True,  True, False, False])
+    """
+    if mask.dtype == torch.bool or not mask.shape[-1]:
+        return mask.bool()
+    numbers = wide(mask)
+    return numbers > numbers.amax(-1, keepdim=True) - HIDES
 
 
 def causal_mask(L: int, S: int, offset: int, device: torch.device) -> Tensor:

@@ -69,7 +69,8 @@ def solve(G: Array, y: Array, epsilon: float, C: float) -> Duals:
     if not abs(found.gap) <= GAP:
         raise AttentionError(
             f"the regression of {len(y)} targets was solved to a duality gap of {found.gap:.1e} "
-            f"only, and {GAP:.0e} is asked for; choose a smaller C or a larger epsilon."
+            f"only, and {GAP:.0e} is asked for; choose a smaller C or a larger epsilon, or bring "
+            "the keys nearer to one length."
         )
     return found
 

@@ -1,6 +1,7 @@
 """What a primal problem does to its inputs before the features: normalize them, or use fewer.
 
-A transform of one's own is a frozen dataclass with `apply`, and `formula` for the derivation:
+A transform of one's own has `apply`, and `formula` for the derivation. It is a frozen dataclass, or
+an `nn.Module` where it learns; one that looks at `keys` says so by `depends_on_keys = True`:
 
 >>> from dataclasses import dataclass
 >>> from dualform.attention import Primal
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dualform.attention.batch_norm import statistics
+from dualform.attention.shapes import for_each_query_head
 from dualform.attention.shorten import Pool, shorten
 from dualform.memory import Cosine
 
@@ -38,11 +40,11 @@ class Transform(ABC):
     formula: ClassVar[str]
     """T(x) in LaTeX."""
     depends_on_keys: ClassVar[bool] = False
-    """Whether T changes with the keys that are seen."""
+    """Whether T changes with the keys that are seen; only then are any shown to `apply`."""
 
     @abstractmethod
     def apply(self, x: Tensor, keys: Tensor) -> Tensor:
-        """T of rows (…, n, d), given the keys (…, S, d)."""
+        """T of rows (…, n, d), given the keys (…, S, d) that are seen, all by the same queries."""
 
     def shorten(self, k: Tensor, v: Tensor, open_end: bool) -> tuple[Tensor, Tensor]:
         """The data that are left; `open_end` keeps an incomplete block as it is."""
@@ -51,21 +53,33 @@ class Transform(ABC):
 
 @dataclass(frozen=True)
 class BatchNorm(Transform):
-    """x → (x − βμ)/√(σ² + ε), μ and σ² of the keys: Attention-BN.
+    """x → (x − βμ)/√(σ² + ε), μ and σ² of the keys: Attention-BN; or only x → x − βμ.
 
-    >>> BatchNorm(eps=0.0).apply(torch.tensor([[4.0]]), torch.tensor([[1.0], [3.0]]))
+    >>> keys = torch.tensor([[1.0], [3.0]])
+    >>> BatchNorm(eps=0.0).apply(torch.tensor([[4.0]]), keys)
     tensor([[2.]])
+    >>> BatchNorm(beta=0.5, variance=False).apply(torch.tensor([[4.0]]), keys)
+    tensor([[3.]])
     """
 
-    beta: float = 1.0
+    beta: float | Tensor = 1.0
     eps: float = 1e-5
-    formula = r"(x - \beta\mu) \oslash \sqrt{\sigma^2 + \epsilon}"
+    variance: bool = True
     depends_on_keys = True
 
+    @property
+    def formula(self) -> str:  # type: ignore[override]
+        """T(x) in LaTeX."""
+        divisor = r" \oslash \sqrt{\sigma^2 + \epsilon}" if self.variance else ""
+        return rf"(x - \beta\mu){divisor}"
+
     def apply(self, x: Tensor, keys: Tensor) -> Tensor:
-        """(x − βμ)/√(σ² + ε)."""
+        """(x − βμ)/√(σ² + ε), or x − βμ."""
         mean, variance, _ = statistics(x, keys)
-        return (x - self.beta * mean) / (variance + self.eps).sqrt()
+        centered = x - self.beta * for_each_query_head(mean, x)
+        if not self.variance:
+            return centered
+        return centered / for_each_query_head((variance + self.eps).sqrt(), x)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ from torch import Tensor
 
 LEVELS = 64
 MOST = 1e300
+MOST_SCALINGS = 100
+ROUNDING = 4e-16
+BELOW_ONE = 1 - 2**-53
+"""The greatest length of a mean, in float64."""
 
 
 def log_hypergeometric(s: Tensor, d: int) -> Tensor:
@@ -38,6 +42,29 @@ def ratio(s: Tensor, d: int) -> Tensor:
     """
     value: Tensor = _Ratio.apply(s, d)  # type: ignore[no-untyped-call]
     return value
+
+
+@torch.no_grad()
+def concentration(r: Tensor, d: int) -> Tensor:
+    """κ ≥ 0 with κ R_d(κ²) = r, for 0 ≤ r < 1, in float64: how concentrated a mean of length r is.
+
+    Odds r/(1 − r) grow like κ, at both ends in proportion to it; so κ is scaled by what is missing.
+
+    >>> kappa = concentration(torch.tensor([0.0, 0.5, 0.999]), 3)
+    >>> kappa * ratio(kappa**2, 3)
+    tensor([0.0000, 0.5000, 0.9990], dtype=torch.float64)
+    """
+    r = r.double()
+    if d == 1:
+        return torch.atanh(r)
+    kappa = r * (d - r**2) / (1 - r**2)
+    for _ in range(MOST_SCALINGS):
+        found = kappa * ratio(kappa**2, d)
+        if bool(((found - r).abs() <= ROUNDING * r).all()):
+            break
+        scale = r / found * ((1 - found) / (1 - r))
+        kappa = torch.where((found > 0) & (found < 1), kappa * scale, kappa)
+    return kappa
 
 
 class _LogHypergeometric(torch.autograd.Function):
@@ -114,27 +141,27 @@ def _exact(s: Tensor) -> Tensor:
 
 def _debye(s: Tensor, nu: float) -> tuple[Tensor, Tensor]:
     """F and R of order ν ≥ LEVELS − ½ by the uniform expansion in 1/ν, up to its fifth term."""
-    w = (1 + s / nu**2).sqrt()
-    rise = s / nu**2 / (1 + w)  # w − 1, without its cancellation
-    t = 1 / w
-    u, du = _series(t, nu)
-    u0, _ = _series(torch.ones_like(t), nu)  # F is 0 at 0
-    F = nu * (rise - torch.log1p(rise / 2)) - w.log() / 2 + torch.log1p(u) - torch.log1p(u0)
+    rise = s / nu**2 / (1 + (1 + s / nu**2).sqrt())  # w − 1, w = √(1 + s/ν²), to all its digits
+    log_w = torch.log1p(rise)
+    w, t = 1 + rise, torch.exp(-log_w)
+    u0, change, du = _series(log_w, nu)  # F is 0 at 0, and small beside it: only changes are taken
+    F = nu * (rise - torch.log1p(rise / 2)) - log_w / 2 + torch.log1p(change / (1 + u0))
     # dt/ds = −t³ / 2ν², and R = 2 dF/ds
-    R = 1 / (nu * (1 + w)) - t**2 / (2 * nu**2) - du / (1 + u) * t**3 / nu**2
+    R = 1 / (nu * (1 + w)) - t**2 / (2 * nu**2) - du / (1 + u0 + change) * t**3 / nu**2
     return F, R
 
 
-def _series(t: Tensor, nu: float) -> tuple[Tensor, Tensor]:
-    """u_1(t)/ν + u_2(t)/ν² + …, and its derivative in t."""
-    total, slope = torch.zeros_like(t), torch.zeros_like(t)
+def _series(log_w: Tensor, nu: float) -> tuple[float, Tensor, Tensor]:
+    """u(1), u(t) − u(1) and u'(t), with u(t) = u_1(t)/ν + u_2(t)/ν² + … and t = 1/w."""
+    start, change, slope = 0.0, torch.zeros_like(log_w), torch.zeros_like(log_w)
     for order, (coefficients, divisor) in enumerate(DEBYE, start=1):
         for step, c in enumerate(coefficients):
             power = order + 2 * step
             scale = c / divisor / nu**order
-            total = total + scale * t**power
-            slope = slope + scale * power * t ** (power - 1)
-    return total, slope
+            start += scale
+            change = change + scale * torch.expm1(-power * log_w)
+            slope = slope + scale * power * torch.exp(-(power - 1) * log_w)
+    return start, change, slope
 
 
 DEBYE = (

@@ -110,8 +110,11 @@ class Tsallis:
                 [-0.2500,  0.2500]])
         """
         s = _sensitivity(self.prediction(theta), self.alpha)
-        total = s.sum(-1, keepdim=True).unsqueeze(-1)
-        return s.diag_embed() - s.unsqueeze(-1) * s.unsqueeze(-2) / torch.where(total > 0, total, 1)
+        total = s.sum(-1, keepdim=True)
+        share = s / torch.where(total > 0, total, 1)
+        across = share.unsqueeze(-1) * s.unsqueeze(-2)
+        across = across - across.diagonal(dim1=-2, dim2=-1).diag_embed()
+        return across.sum(-1).diag_embed() - across  # rows sum to 0
 
     def loss(
         self, theta: Float[Tensor, "*batch n"], y: Float[Tensor, "*batch n"]
@@ -128,8 +131,8 @@ class Tsallis:
 class _Entmax(torch.autograd.Function):
     @staticmethod
     def forward(theta: Tensor, alpha: float) -> Tensor:
-        exact = theta.double() if theta.dtype.itemsize < 4 else theta
-        return (_newton(exact, alpha) if alpha <= 2 else _bisection(exact, alpha)).to(theta.dtype)
+        exact = theta.double() if theta.dtype.itemsize < 4 or alpha > 2 else theta
+        return (_newton(exact, alpha) if alpha <= 2 else _halved(exact, alpha)).to(theta.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
@@ -166,8 +169,12 @@ def _sensitivity(p: Tensor, alpha: float) -> Tensor:
 
 def _along(p: Tensor, alpha: float, t: Tensor) -> Tensor:
     """The Jacobian times t; it is symmetric, so this serves both directions."""
-    s = _sensitivity(p, alpha)
-    return s * (t - (s * t).sum(-1, keepdim=True) / s.sum(-1, keepdim=True))
+    wide = p.double() if alpha > 2 else p  # small p have large s
+    s = _sensitivity(wide, alpha)
+    # measured from the t of the largest s, where t and its average would cancel
+    apart = t.to(s.dtype) - t.to(s.dtype).gather(-1, s.argmax(-1, keepdim=True))
+    share = s / s.sum(-1, keepdim=True)
+    return (s * apart - share * (s * apart).sum(-1, keepdim=True)).to(p.dtype)
 
 
 def _power(theta: Tensor, c: Tensor, epsilon: float) -> Tensor:
@@ -208,18 +215,38 @@ def _threshold(theta: Tensor, alpha: float) -> Tensor:
     return c
 
 
-def _bisection(theta: Tensor, alpha: float) -> Tensor:
-    """Where the power is concave Newton's method may leave the support; halving does not."""
+def _halved(theta: Tensor, alpha: float) -> Tensor:
+    """Where the power is concave Newton's method may leave the support; halving does not.
+
+    There p has an infinite slope where it begins, so c itself would not do: the unknown is the
+    least probability of the support, x, and p_i = [x^ε + ε(θ_i − θ_m)]^{1/ε} with m its element.
+    """
     epsilon = alpha - 1
-    low = theta.amax(-1, keepdim=True)
-    count = torch.tensor(float(theta.shape[-1]), dtype=theta.dtype, device=theta.device)
-    high = low - torch.expm1(-epsilon * count.log()) / epsilon
+    far = epsilon * (theta.amax(-1, keepdim=True) - theta)
+    least = _last(far, epsilon)
+    above, inside = (least - far).clamp(min=0), far <= least
+    low, high = torch.zeros_like(least), torch.ones_like(least)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        over = _power(theta, middle, epsilon).sum(-1, keepdim=True) >= 1
-        low, high = torch.where(over, middle, low), torch.where(over, high, middle)
-    p = _power(theta, low, epsilon)
+        p = torch.where(inside, (middle**epsilon + above) ** (1 / epsilon), 0)
+        over = p.sum(-1, keepdim=True) >= 1
+        low, high = torch.where(over, low, middle), torch.where(over, middle, high)
+    p = torch.where(inside, (low**epsilon + above) ** (1 / epsilon), 0)
     return p / p.sum(-1, keepdim=True)
+
+
+def _last(far: Tensor, epsilon: float) -> Tensor:
+    """The largest distance from the maximum at which weight begins before all weight is given."""
+    ordered = far.sort(-1).values
+    low = torch.zeros_like(far[..., :1], dtype=torch.long)
+    high = torch.full_like(low, far.shape[-1] - 1)
+    for _ in range(far.shape[-1].bit_length()):
+        middle = (low + high + 1) // 2
+        height = ordered.gather(-1, middle)
+        power = (height - far).nan_to_num(nan=0.0).clamp(min=0) ** (1 / epsilon)
+        begins = power.sum(-1, keepdim=True) < 1
+        low, high = torch.where(begins, middle, low), torch.where(begins, high, middle - 1)
+    return ordered.gather(-1, low)
 
 
 def _require_alpha(alpha: float) -> None:

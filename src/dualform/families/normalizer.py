@@ -1,18 +1,15 @@
 """G as an object: its value, its gradient (attention), its Hessian, its conjugate."""
 
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.families.checks import holds, require_finite, require_temperature, require_width
 from dualform.families.measures.empirical import Empirical
-from dualform.families.measures.measure import Measure
+from dualform.families.measures.measure import Measure, inner, scaled
 
 
-@dataclass(frozen=True, eq=False)
-class LogNormalizer:
+class LogNormalizer(nn.Module):
     """G(η) = T log ∫ exp(η·x / T) h(dx), of a base measure h at temperature T.
 
     Its family is p(x|η) ∝ h(x) exp(η·x / T). Over points, `mean` is softmax attention with keys and
@@ -32,11 +29,26 @@ class LogNormalizer:
     as the smallest temperature at which it does not.
     """
 
-    measure: Measure
-    temperature: float | Tensor = 1.0
+    def __init__(self, measure: Measure, temperature: float | Tensor = 1.0) -> None:
+        super().__init__()
+        require_temperature(temperature)
+        self.measure = measure
+        if isinstance(temperature, Tensor) and not isinstance(temperature, nn.Parameter):
+            self.register_buffer("temperature", temperature)
+        else:
+            self.temperature = temperature
 
-    def __post_init__(self) -> None:
-        require_temperature(self.temperature)
+    measure: Measure
+    temperature: float | Tensor
+
+    def __repr__(self) -> str:
+        return f"LogNormalizer(measure={self.measure}, temperature={self.temperature})"
+
+    def forward(
+        self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"] | None = None
+    ) -> Float[Tensor, "*shape m"]:
+        """The mean: as a module, it is attention."""
+        return self.mean(eta, values)
 
     def value(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
         """G(η): the soft maximum of η·x, and the free energy's negative.
@@ -46,8 +58,7 @@ class LogNormalizer:
         >>> LogNormalizer(Empirical(points), temperature=1e-6).value(torch.tensor([2.0]))
         tensor(6.)
         """
-        beta = self._beta(eta)
-        return self.measure.log_normalizer(beta * eta) / beta.squeeze(-1)
+        return self.measure.soft_maximum(eta, self._beta(eta))
 
     def mean(
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"] | None = None
@@ -61,7 +72,7 @@ class LogNormalizer:
         read = self._fused(eta, values)
         if read is not None:
             return read
-        natural = self._beta(eta) * eta
+        natural = self._natural(eta)
         return (
             self.measure.mean(natural)
             if values is None
@@ -77,7 +88,7 @@ class LogNormalizer:
         >>> LogNormalizer(Poisson(1)).covariance(torch.tensor([0.0]))
         tensor([[1.]])
         """
-        natural = self._beta(eta) * eta
+        natural = self._natural(eta)
         return (
             self.measure.covariance(natural)
             if values is None
@@ -105,7 +116,7 @@ class LogNormalizer:
         tensor([2.])
         """
         beta = self._beta(eta)
-        return beta * self.measure.hvp(beta * eta, t)
+        return beta * self.measure.hvp(scaled(beta, eta), t)
 
     def conjugate(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """G*(μ) = max_η η·μ − G(η) = −T entropy; G(η) + G*(μ) = η·μ where μ is the mean of η.
@@ -134,11 +145,9 @@ class LogNormalizer:
 
         >>> from dualform.families import Empirical
         >>> LogNormalizer(Empirical(torch.randn(8, 3))).entropy(torch.zeros(3)).exp()
-        tensor(8.)
+        tensor(8.0000)
         """
-        natural = self._beta(eta) * eta
-        mu = self.measure.mean(natural)
-        return self.measure.log_normalizer(natural) - (natural * mu).sum(-1)
+        return self.measure.entropy(self._natural(eta))
 
     def kl(
         self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
@@ -149,9 +158,7 @@ class LogNormalizer:
         >>> LogNormalizer(Gaussian(torch.zeros(1))).kl(torch.tensor([0.0]), torch.tensor([2.0]))
         tensor(2.)
         """
-        mine, theirs = self._beta(eta) * eta, self._beta(other) * other
-        tilt = ((theirs - mine) * self.measure.mean(mine)).sum(-1)
-        return self.measure.log_normalizer(theirs) - self.measure.log_normalizer(mine) - tilt
+        return self.measure.divergence(self._natural(eta), self._natural(other))
 
     def log_prob(
         self, x: Float[Tensor, "*#batch d"], eta: Float[Tensor, "*#batch d"]
@@ -163,8 +170,8 @@ class LogNormalizer:
         tensor(0.5000)
         """
         require_width("x", x, self.measure.width)
-        natural = self._beta(eta) * eta
-        tilt = (natural * x).sum(-1) - self.measure.log_normalizer(natural)
+        natural = self._natural(eta)
+        tilt = inner(natural, x) - self.measure.log_normalizer(natural)
         return self.measure.log_base(x) + tilt
 
     def sample(
@@ -181,7 +188,7 @@ class LogNormalizer:
                 [0., 1.]])
         """
         with torch.no_grad():
-            return self.measure.sample(self._beta(eta) * eta, count, generator)
+            return self.measure.sample(self._natural(eta), count, generator)
 
     def _fused(self, eta: Tensor, values: Tensor | None) -> Tensor | None:
         """The mean in one pass, where there is one; what it cannot read, the others explain."""
@@ -191,12 +198,19 @@ class LogNormalizer:
         values = self.measure.values if values is None else values
         return self.measure.fused(eta, values, 1 / self.temperature)
 
+    def _natural(self, eta: Tensor) -> Tensor:
+        """η / T."""
+        return scaled(self._beta(eta), eta)
+
     def _beta(self, eta: Tensor) -> Tensor:
         """1/T, row by row (…, 1), so that η/T can be squared in its type."""
         require_width("eta", eta, self.measure.width)
-        size = eta.detach().abs().amax(-1, keepdim=True).double()
+        seen = eta.detach()
+        if self.measure.excludes:
+            seen = seen.masked_fill(seen == -torch.inf, 0)
+        size = seen.abs().amax(-1, keepdim=True).double()
         if not holds(size.isfinite()):
-            require_finite("eta", eta)
+            require_finite("eta", seen)
         most = torch.finfo(eta.dtype).max ** 0.5
         return torch.minimum(1 / self._T(size), most / size.clamp(min=1e-18)).to(eta.dtype)
 

@@ -17,8 +17,9 @@ from dualform.families.fixed_points.certificates import (
     lipschitz,
     stability,
 )
-from dualform.families.fixed_points.implicit import conjugate_gradients, implicit
+from dualform.families.fixed_points.implicit import implicit
 from dualform.families.fixed_points.layers import Equilibrium, EquilibriumAttention
+from dualform.families.fixed_points.linear import conjugate_gradients
 from dualform.families.fixed_points.solve import FixedPoint, solve
 from dualform.families.fixed_points.steps import (
     AttentionStep,

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dualform.errors import FamilyError
+from dualform.families.checks import holds
 from dualform.families.measures import Measure
 
 
@@ -85,6 +86,8 @@ def contrastive_divergence(
     """F(data) − F(chains), whose gradient is that of CD-k; and the chains, k steps from `start`.
 
     Start at the data for CD-k, where the chains last were for PCD. (Hinton 2002; Tieleman 2008.)
+    Data must be points of the visible measure: gray pixels are none of `Hypercube`, but of
+    `Interval`, and `torch.bernoulli(pixels)` are bits.
 
     >>> from dualform.families import Hypercube
     >>> from dualform.families.layers import Boltzmann
@@ -93,5 +96,17 @@ def contrastive_divergence(
     >>> loss, chains = contrastive_divergence(machine.field(), data, start=data, steps=3)
     >>> loss.backward()
     """
+    for name, x in (("data", data), ("start", start)):
+        _require_points(name, x, field.visible)
     chains = field.gibbs(start, steps, generator)
     return field.free_energy(data).mean() - field.free_energy(chains).mean(), chains
+
+
+def _require_points(name: str, x: Tensor, measure: Measure) -> None:
+    off = measure.log_base(x.detach()) == -torch.inf
+    if not holds(~off):
+        raise FamilyError(
+            f"{name} has {int(off.sum())} of {off.numel()} rows that are no points of {measure}, "
+            "so their probability is 0 whatever is learned. Gray pixels are not bits: draw bits "
+            "from them, torch.bernoulli(pixels), or take Interval(low, high) as visible measure."
+        )

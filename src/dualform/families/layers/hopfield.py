@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.families.checks import require_width
 from dualform.families.measures import Empirical
@@ -27,7 +27,7 @@ class Retrieval:
     """(steps + 1, queries)."""
 
 
-class Hopfield:
+class Hopfield(nn.Module):
     """ξ ← ∇G(ξ): softmax retrieval of stored patterns; E = ½‖ξ‖² − G(ξ) never rises.
 
     G is convex, so each step minimizes an upper bound of E that touches it at ξ. (Ramsauer et al.,
@@ -41,7 +41,7 @@ class Hopfield:
     def __init__(
         self, patterns: Float[Tensor, "n d"], *, temperature: float | Tensor = 1.0
     ) -> None:
-        self.temperature = temperature
+        super().__init__()
         self.G = LogNormalizer(Empirical(patterns), temperature)
 
     def __repr__(self) -> str:
@@ -50,6 +50,11 @@ class Hopfield:
     def __len__(self) -> int:
         """The number of stored patterns."""
         return self.patterns.shape[0]
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """T: a small one retrieves single patterns, a large one their average."""
+        return self.G.temperature
 
     @property
     def patterns(self) -> Float[Tensor, "n d"]:

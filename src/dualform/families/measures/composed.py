@@ -4,7 +4,7 @@ import math
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.errors import FamilyError
 from dualform.families.checks import holds, require_finite
@@ -27,6 +27,7 @@ class Mixture(Measure):
     """
 
     def __init__(self, components: Measure, weights: Float[Tensor, " k"] | None = None) -> None:
+        super().__init__()
         if isinstance(components, Empirical):
             raise FamilyError(
                 f"{components} is not a component; a mixture of points is one Empirical(points, "
@@ -34,7 +35,10 @@ class Mixture(Measure):
             )
         if weights is not None:
             _require_weights(weights)
-        self.components, self.weights = components, weights
+        self.components = components
+        self.hold("weights", weights)
+
+    weights: Tensor | None
 
     def __repr__(self) -> str:
         return f"Mixture({self.components})"
@@ -43,6 +47,11 @@ class Mixture(Measure):
     def continuous(self) -> bool:
         """That of the components."""
         return self.components.continuous
+
+    @property
+    def exact(self) -> bool:
+        """That of the components."""
+        return self.components.exact
 
     @property
     def width(self) -> int:
@@ -117,10 +126,21 @@ class Product(Measure):
     """
 
     def __init__(self, *parts: Measure) -> None:
-        self.parts = parts
+        super().__init__()
+        self._parts = nn.ModuleList(parts)
 
     def __repr__(self) -> str:
         return f"Product({', '.join(map(repr, self.parts))})"
+
+    @property
+    def parts(self) -> tuple[Measure, ...]:
+        """The measures, side by side."""
+        return tuple(part for part in self._parts if isinstance(part, Measure))
+
+    @property
+    def excludes(self) -> bool:
+        """Whether every part does."""
+        return all(part.excludes for part in self.parts)
 
     @property
     def width(self) -> int:
@@ -156,6 +176,17 @@ class Product(Measure):
         """Σ_i G_i*(μ_i)."""
         return torch.stack([part.conjugate(x) for part, x in self._split(mu)]).sum(0)
 
+    def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
+        """The sum of the parts'."""
+        return torch.stack([part.entropy(x) for part, x in self._split(eta)]).sum(0)
+
+    def divergence(
+        self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
+    ) -> Float[Tensor, "*batch"]:
+        """The sum of the parts'."""
+        pairs = zip(self._split(eta), self._split(other), strict=True)
+        return torch.stack([part.divergence(x, y) for (part, x), (_, y) in pairs]).sum(0)
+
     def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Σ_i log h_i(x_i)."""
         return torch.stack([part.log_base(y) for part, y in self._split(x)]).sum(0)
@@ -190,6 +221,7 @@ class Pushforward(Measure):
         A: Float[Tensor, "d e"],
         b: Float[Tensor, " d"] | None = None,
     ) -> None:
+        super().__init__()
         if A.ndim != 2 or A.shape[1] != measure.width:
             raise FamilyError(
                 f"A of shape {tuple(A.shape)} does not map {measure}, whose points have "
@@ -202,7 +234,12 @@ class Pushforward(Measure):
                 "as many as A has rows."
             )
         require_finite("A", A)
-        self.measure, self.A, self.b = measure, A, b
+        self.measure = measure
+        self.hold("A", A)
+        self.hold("b", b)
+
+    A: Tensor
+    b: Tensor
 
     def __repr__(self) -> str:
         return f"Pushforward({self.measure}, A={tuple(self.A.shape)})"
@@ -234,6 +271,16 @@ class Pushforward(Measure):
     def covariance(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d d"]:
         """A ∇²G_h(Aᵀη) Aᵀ."""
         return self.A @ self.measure.covariance(eta @ self.A) @ self.A.mT
+
+    def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
+        """That of h at Aᵀη."""
+        return self.measure.entropy(eta @ self.A)
+
+    def divergence(
+        self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
+    ) -> Float[Tensor, "*batch"]:
+        """That of h, from Aᵀη to Aᵀother."""
+        return self.measure.divergence(eta @ self.A, other @ self.A)
 
     def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """log h(A⁻¹(x − b)), less log |det A| where h has a density; only where A⁻¹ exists."""

@@ -10,7 +10,14 @@ from torch import Tensor
 from dualform.errors import FamilyError
 from dualform.families.checks import holds, require_finite, visible
 from dualform.families.measures.measure import Measure
-from dualform.memory import Exponential, Memory
+from dualform.families.measures.points import (
+    require_offset,
+    require_queries,
+    require_support,
+    require_values,
+)
+from dualform.families.tilting import log_average
+from dualform.memory import Exponential, Kernel, Memory
 from dualform.memory.fused import fused_attention
 
 
@@ -32,9 +39,13 @@ class Empirical(Memory, Measure):
             [3.0000]])
     """
 
-    offset: Tensor | None
-    limit: float
-    """The largest ‖η‖ under which no score can leave its type; negative where points are unseen."""
+    points: Tensor
+    mass: Tensor | None
+    bias: Tensor | None
+    mask: Tensor | None
+
+    __setattr__ = Measure.__setattr__  # a memory is frozen, a module is not
+    __delattr__ = Measure.__delattr__
 
     def __init__(
         self,
@@ -44,10 +55,44 @@ class Empirical(Memory, Measure):
         bias: Float[Tensor, "..."] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
     ) -> None:
-        super().__init__(points, points, Exponential(scale=1.0))
-        _require_support(points)
-        object.__setattr__(self, "limit", _limit(points))
-        object.__setattr__(self, "offset", _offset(points, weights, bias, mask))
+        Measure.__init__(self)
+        for name, value in (("points", points), ("mass", weights), ("bias", bias)):
+            self.hold(name, value)
+        self.hold("mask", mask)
+        self.__post_init__()  # rows that pair up
+        require_support(points)
+        require_offset(points, weights, bias, mask)
+        self._limit = (self._seen(), _limit(points))
+
+    @property
+    def keys(self) -> Tensor:
+        """The points."""
+        return self.points
+
+    @property
+    def values(self) -> Tensor:
+        """The points."""
+        return self.points
+
+    @property
+    def kernel(self) -> Kernel:
+        """exp(η·x)."""
+        return Exponential(scale=1.0)
+
+    @property
+    def offset(self) -> Tensor | None:
+        """log h_j + b_j, −∞ where masked; None where there is nothing to add."""
+        return _offset(self.points, self.mass, self.bias, self.mask)
+
+    @property
+    def limit(self) -> float:
+        """The largest ‖η‖ under which no score can leave its type; negative where unseen."""
+        if self._limit[0] != self._seen():  # points are learned, moved and loaded
+            self._limit = (self._seen(), _limit(self.points))
+        return self._limit[1]
+
+    def _seen(self) -> tuple[int, int]:
+        return id(self.points), self.points._version
 
     def __repr__(self) -> str:
         return f"Empirical(points={tuple(self.keys.shape)})"
@@ -63,9 +108,8 @@ class Empirical(Memory, Measure):
                 f"an empirical measure cannot be added to {other!r}; give Empirical(points)."
             )
         self._require_addable(other)
-        joined = Empirical(torch.cat([self.keys, other.keys], dim=-2))
-        object.__setattr__(joined, "offset", _joined(self, other))
-        return joined
+        points = torch.cat([self.keys, other.keys], dim=-2)
+        return Empirical(points, bias=_joined(self, other))
 
     @property
     def width(self) -> int:
@@ -74,7 +118,7 @@ class Empirical(Memory, Measure):
 
     def logits(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape n"]:
         """η·x_j + log h_j + b_j; −∞ where a point takes no part."""
-        _require_queries(eta, self.keys)
+        require_queries(eta, self.keys)
         products = eta @ self.keys.mT
         return products if self.offset is None else products + self.offset
 
@@ -92,6 +136,46 @@ class Empirical(Memory, Measure):
         sums = logits.masked_fill(nothing, 0).logsumexp(-1)
         return sums.masked_fill(nothing.squeeze(-1), -torch.inf)
 
+    def soft_maximum(
+        self, eta: Float[Tensor, "*batch d"], beta: Float[Tensor, "*batch 1"]
+    ) -> Float[Tensor, "*shape"]:
+        """m + log Σ_j h_j exp(β(η·x_j − m)) / β: only what is left of the maximum m is scaled."""
+        require_queries(eta, self.keys)
+        products, offset = eta @ self.keys.mT, self.offset
+        hidden = torch.zeros_like(products, dtype=torch.bool)
+        hidden = hidden if offset is None else hidden | (offset == -torch.inf)
+        most = products.detach().masked_fill(hidden, -torch.inf).amax(-1, keepdim=True)
+        nothing = most == -torch.inf
+        most = most.masked_fill(nothing, 0)
+        left = beta * (products - most).masked_fill(hidden, 0)
+        left = left if offset is None else left + offset
+        sums = left.masked_fill(nothing, 0).logsumexp(-1) / beta.squeeze(-1)
+        return (most.squeeze(-1) + sums).masked_fill(nothing.squeeze(-1), -torch.inf)
+
+    def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
+        """−Σ_j p_j log(p_j / h_j), at most the logarithm of the mass; −∞ where all is masked."""
+        logits, offset = self.logits(eta), self.offset
+        log_h = torch.zeros_like(logits) if offset is None else offset.expand_as(logits)
+        nothing, hidden = _nothing(logits), logits == -torch.inf
+        log_p = logits.masked_fill(nothing, 0).log_softmax(-1)
+        entropy = -(log_p.exp() * (log_p - log_h).masked_fill(hidden, 0)).sum(-1)
+        over = (entropy - log_h.logsumexp(-1)).detach().clamp(min=0)  # by rounding
+        return (entropy - over).masked_fill(nothing.squeeze(-1), -torch.inf)
+
+    def divergence(
+        self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
+    ) -> Float[Tensor, "*shape"]:
+        """log Σ_j p_j exp((other − η)·(x_j − E x)); 0 where every point is masked."""
+        logits = self.logits(eta)
+        nothing = _nothing(logits)
+        p = self.scores(eta)
+        along = (other - eta) @ self.keys.mT
+        t = along - (p * along).sum(-1, keepdim=True)
+        hidden = (p == 0) & (logits == -torch.inf)
+        log_p = logits.masked_fill(nothing, 0).log_softmax(-1)
+        apart = log_average(p, log_p, t.masked_fill(hidden, 0))
+        return apart.masked_fill(nothing.squeeze(-1), 0)
+
     def mean(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape d"]:
         """Σ_j p_j x_j: attention."""
         return self.expectation(eta, self.keys)
@@ -106,7 +190,7 @@ class Empirical(Memory, Measure):
         """Σ_j p_j v_j: attention with values, by torch's fused kernel where no gradient is due."""
         read = self.fused(eta, values)
         if read is None:
-            _require_values(values, self.keys)
+            require_values(values, self.keys)
             read = self.scores(eta) @ values
         return read
 
@@ -126,7 +210,7 @@ class Empirical(Memory, Measure):
         self, eta: Float[Tensor, "*batch d"], values: Float[Tensor, "*n m"]
     ) -> Float[Tensor, "*shape m d"]:
         """Σ_j p_j (v_j − E v)(x_j − E x)ᵀ."""
-        _require_values(values, self.keys)
+        require_values(values, self.keys)
         p = self.scores(eta)
         v, x = _centered(p, values), _centered(p, self.keys)
         return v.mT @ (p.unsqueeze(-1) * x)
@@ -231,80 +315,23 @@ def _four(x: Tensor) -> Tensor:
 def _offset(
     points: Tensor, weights: Tensor | None, bias: Tensor | None, mask: Tensor | None
 ) -> Tensor | None:
-    """log h_j + b_j, −∞ where masked; None where there is nothing to add."""
     parts = []
     if weights is not None:
-        _require_weights(points, weights)
         parts.append(weights.log().unsqueeze(-2) if points.ndim > 2 else weights.log())
     if bias is not None:
-        _require_fitting("bias", bias, points)
         parts.append(bias)
     if mask is not None:
-        _require_fitting("mask", mask, points)
         parts.append(points.new_zeros(()).masked_fill(~mask, -torch.inf))
     return sum(parts[1:], parts[0]) if parts else None
 
 
 def _joined(first: Empirical, second: Empirical) -> Tensor | None:
-    if first.offset is None and second.offset is None:
+    offsets = [m.offset for m in (first, second)]
+    if all(one is None for one in offsets):
         return None
     parts = [
-        m.keys.new_zeros(m.keys.shape[-2]) if m.offset is None else m.offset
-        for m in (first, second)
+        m.keys.new_zeros(m.keys.shape[-2]) if one is None else one
+        for m, one in zip((first, second), offsets, strict=True)
     ]
     batch = np.broadcast_shapes(*(part.shape[:-1] for part in parts))
     return torch.cat([part.expand(*batch, part.shape[-1]) for part in parts], dim=-1)
-
-
-def _require_support(points: Tensor) -> None:
-    if points.shape[-2] == 0:
-        raise FamilyError(
-            f"points of shape {tuple(points.shape)} are an empty support, on which there is no "
-            "distribution; give at least one point."
-        )
-
-
-def _require_queries(eta: Tensor, points: Tensor) -> None:
-    if eta.ndim == 1 and points.ndim > 2:
-        raise FamilyError(
-            f"eta of shape {tuple(eta.shape)} is one query, but points of shape "
-            f"{tuple(points.shape)} are a batch of measures; give eta of shape "
-            f"(…, q, {points.shape[-1]})."
-        )
-    if eta.dtype != points.dtype and not torch.is_autocast_enabled(eta.device.type):
-        raise FamilyError(
-            f"eta is {eta.dtype}, but the points are {points.dtype}; give eta as "
-            f"eta.to({points.dtype})."
-        )
-
-
-def _require_values(values: Tensor, points: Tensor) -> None:
-    if values.ndim < 2 or values.shape[-2] != points.shape[-2]:
-        raise FamilyError(
-            f"values of shape {tuple(values.shape)} do not belong to {points.shape[-2]} points; "
-            f"give one row for each: shape (…, {points.shape[-2]}, m)."
-        )
-
-
-def _require_weights(points: Tensor, weights: Tensor) -> None:
-    if weights.shape != points.shape[:-1]:
-        raise FamilyError(
-            f"weights of shape {tuple(weights.shape)} do not fit points of shape "
-            f"{tuple(points.shape)}; give one for each point: shape {tuple(points.shape[:-1])}."
-        )
-    require_finite("weights", weights)
-    if not holds((weights >= 0).all(-1) & (weights > 0).any(-1)):
-        raise FamilyError(
-            "weights must not be negative, and not all 0; to leave points out give them weight 0, "
-            "to weigh them by logarithms use bias."
-        )
-
-
-def _require_fitting(name: str, x: Tensor, points: Tensor) -> None:
-    if x.ndim == 0 or x.shape[-1] not in (1, points.shape[-2]):
-        raise FamilyError(
-            f"{name} of shape {tuple(x.shape)} does not fit {points.shape[-2]} points; it must "
-            f"broadcast with scores of shape (…, q, {points.shape[-2]})."
-        )
-    if x.is_floating_point() and not holds(~x.isnan() & (x < torch.inf)):
-        raise FamilyError(f"{name} has NaN or +∞; finite numbers and −∞ (no part) are meant.")

@@ -27,13 +27,18 @@ class Gaussian(Measure):
         mean: Float[Tensor, "*batch d"],
         covariance: Float[Tensor, "*batch d d"] | None = None,
     ) -> None:
+        super().__init__()
         if covariance is None:
             covariance = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
         _require_square(mean, covariance)
         require_finite("mean", mean)
         require_finite("covariance", covariance)
-        self.m, self.Sigma = mean, covariance
-        self.root = _cholesky(covariance)
+        _cholesky(covariance)
+        self.hold("m", mean)
+        self.hold("Sigma", covariance)
+
+    m: Tensor
+    Sigma: Tensor
 
     def __repr__(self) -> str:
         return f"Gaussian(mean={tuple(self.m.shape)})"
@@ -47,6 +52,16 @@ class Gaussian(Measure):
     def continuous(self) -> bool:
         """Yes."""
         return True
+
+    @property
+    def exact(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def root(self) -> Float[Tensor, "*batch d d"]:
+        """The lower triangle L with L Lᵀ = Σ."""
+        return _cholesky(self.Sigma)
 
     def log_normalizer(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
         """m·η + ½ ηᵀΣη."""
@@ -72,6 +87,18 @@ class Gaussian(Measure):
         eta: Tensor = torch.cholesky_solve((mu - self.m).unsqueeze(-1), self.root)
         return eta.squeeze(-1)
 
+    def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
+        """−½ ηᵀΣη."""
+        return -self.divergence(eta, torch.zeros_like(eta))
+
+    def divergence(
+        self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
+    ) -> Float[Tensor, "*shape"]:
+        """½ ‖Lᵀ(other − η)‖²."""
+        white = (self.root.mT @ (other - eta).unsqueeze(-1)).squeeze(-1)
+        batch = np.broadcast_shapes(white.shape[:-1], self.m.shape[:-1])
+        return (white.square().sum(-1) / 2).expand(batch)
+
     def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*shape"]:
         """The logarithm of the Gaussian density."""
         shift = (x - self.m).unsqueeze(-1)
@@ -93,7 +120,8 @@ class Gaussian(Measure):
         return center + (self.root @ noise.unsqueeze(-1)).squeeze(-1)
 
     def _spread(self, eta: Tensor) -> Tensor:
-        return (self.Sigma @ eta.unsqueeze(-1)).squeeze(-1)
+        Sigma = self.Sigma if self.Sigma.dtype == eta.dtype else self.Sigma.double()
+        return (Sigma @ eta.to(Sigma.dtype).unsqueeze(-1)).squeeze(-1)
 
 
 def _require_square(mean: Tensor, covariance: Tensor) -> None:

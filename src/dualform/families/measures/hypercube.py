@@ -7,6 +7,7 @@ from torch import Tensor
 from dualform.errors import FamilyError
 from dualform.families.checks import holds
 from dualform.families.measures.measure import OfWidth
+from dualform.families.tilting import log_average
 
 ROUNDING = 1e-5
 """How far from 0 or 1 a coordinate may be and still be a bit."""
@@ -18,6 +19,11 @@ class Hypercube(OfWidth):
     >>> Hypercube(2).mean(torch.tensor([0.0, -1.0]))
     tensor([0.5000, 0.2689])
     """
+
+    @property
+    def exact(self) -> bool:
+        """Yes."""
+        return True
 
     def log_normalizer(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Σ log(1 + exp η_i)."""
@@ -38,14 +44,29 @@ class Hypercube(OfWidth):
         return self.hvp(eta, torch.ones_like(eta)).diag_embed()
 
     def natural(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """log μ/(1 − μ), infinite at the corners."""
+        """log μ/(1 − μ); at a corner, an η whose mean is rounded to it."""
         _require_inside(mu)
-        return mu.logit()
+        kind = torch.finfo(mu.dtype)
+        return mu.clamp(min=kind.tiny).log() - (1 - mu).clamp(min=kind.eps / 8).log()
 
     def conjugate(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Σ μ log μ + (1 − μ) log(1 − μ), 0 at the corners."""
         _require_inside(mu)
         return (torch.xlogy(mu, mu) + torch.xlogy(1 - mu, 1 - mu)).sum(-1)
+
+    def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
+        """Σ log(1 + exp −|η|) + |η| σ(−|η|): no term is negative."""
+        size = eta.abs()
+        return (torch.nn.functional.softplus(-size) + size * (-size).sigmoid()).sum(-1)
+
+    def divergence(
+        self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
+    ) -> Float[Tensor, "*batch"]:
+        """Σ log of the average of exp((other − η)(x − μ)) over a bit."""
+        p, delta = torch.stack([eta.sigmoid(), (-eta).sigmoid()], -1), other - eta
+        log_p = torch.stack([eta, -eta], -1)
+        t = torch.stack([delta * p[..., 1], -delta * p[..., 0]], -1)
+        return log_average(p, torch.nn.functional.logsigmoid(log_p), t).sum(-1)
 
     def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """0 at the corners, up to rounding; −∞ elsewhere."""

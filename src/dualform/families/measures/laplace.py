@@ -47,11 +47,8 @@ class Laplace(Empirical):
         _require_normal(float(mass.sum()), float(rough.sum()))
         u = (lambda x: x) if statistic is None else statistic
         super().__init__(u(x[mass > 0]), mass[mass > 0])
-        object.__setattr__(self, "rough", Empirical(u(rough_x[rough > 0]), rough[rough > 0]))
-        object.__setattr__(self, "density", density if statistic is None else None)
-
-    rough: Empirical
-    density: Density | None
+        self.rough = Empirical(u(rough_x[rough > 0]), rough[rough > 0])
+        self.density = density if statistic is None else None
 
     def __repr__(self) -> str:
         return f"Laplace({len(self):,} nodes, width={self.width})"

@@ -4,19 +4,21 @@ from abc import ABC, abstractmethod
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.errors import FamilyError
+from dualform.families.tilting import at_least_zero
 
 STEPS = 100
 HALVINGS = 30
 
 
-class Measure(ABC):
+class Measure(nn.Module, ABC):
     """h(dx) with G(η) = log ∫ exp(η·x) h(dx): where an exponential family begins.
 
     One of your own says its width and G; everything else follows by differentiation, and may be
-    given in closed form where there is one.
+    given in closed form where there is one. A measure is a module: what it is made of moves with
+    `.to()`, stands in `state_dict()`, and is learned where it was given as an `nn.Parameter`.
 
     >>> class Exponential(Measure):  # Lebesgue's measure on x > 0, for η < 0
     ...     width = 1
@@ -34,6 +36,16 @@ class Measure(ABC):
     @property
     def continuous(self) -> bool:
         """Whether h is a density over space, and not one over points or a surface."""
+        return False
+
+    @property
+    def exact(self) -> bool:
+        """Whether G may be asked in float64, whatever type the measure is made in."""
+        return False
+
+    @property
+    def excludes(self) -> bool:
+        """Whether −∞ in η means something: what it belongs to does not happen."""
         return False
 
     @abstractmethod
@@ -60,15 +72,52 @@ class Measure(ABC):
         return matrix
 
     def natural(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """(∇G)⁻¹(μ): the η whose mean is μ, by Newton's method; differentiable once."""
+        """(∇G)⁻¹(μ): an η whose mean is μ, by Newton's method; differentiable three times."""
         with torch.no_grad():
             eta = self._newton(mu)
-        return eta + self._step(eta, mu)
+        if not torch.is_grad_enabled():
+            return eta
+        for _ in range(2):  # one step of Newton's has the first derivative, two have three
+            step = self._step(eta, mu)
+            eta = eta + step - step.detach()
+        return eta
 
     def conjugate(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """G*(μ) = max_η η·μ − G(η)."""
         eta = self.natural(mu)
         return (eta * mu).sum(-1) - self.log_normalizer(eta)
+
+    def soft_maximum(
+        self, eta: Float[Tensor, "*batch d"], beta: Float[Tensor, "*batch 1"]
+    ) -> Float[Tensor, "*shape"]:
+        """log ∫ exp(β η·x) h(dx) / β: G at temperature 1/β."""
+        dtype = eta.dtype
+        if self.exact and beta.requires_grad:  # in its slope two large numbers cancel
+            eta, beta = eta.double(), beta.double()
+        return (self.log_normalizer(scaled(beta, eta)) / beta.squeeze(-1)).to(dtype)
+
+    def entropy(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
+        """G(η) − η·∇G(η): −∫ log(dp/dh) dp."""
+        wide = eta.double() if self.exact else eta
+        return (self.log_normalizer(wide) - inner(wide, self.mean(wide))).to(eta.dtype)
+
+    def divergence(
+        self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
+    ) -> Float[Tensor, "*batch"]:
+        """KL(p_η ‖ p_other) = G(other) − G(η) − (other − η)·∇G(η)."""
+        mine, theirs = (x.double() if self.exact else x for x in (eta, other))
+        mu = self.mean(mine)
+        both = self.excludes  # −∞ less −∞ is no number
+        tilt = inner(theirs, mu) - inner(mine, mu) if both else inner(theirs - mine, mu)
+        gap = self.log_normalizer(theirs) - self.log_normalizer(mine) - tilt
+        return at_least_zero(gap).to(eta.dtype)
+
+    def hold(self, name: str, value: Tensor | None) -> None:
+        """Keep a tensor as part of the module: a parameter stays one, all else is a buffer."""
+        if isinstance(value, nn.Parameter):
+            self.register_parameter(name, value)
+        else:
+            self.register_buffer(name, value)
 
     def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """log h(x), as a density or a probability."""
@@ -104,9 +153,11 @@ class Measure(ABC):
     def _newton(self, mu: Tensor) -> Tensor:
         eta = self._start(mu)
         for _ in range(STEPS):
-            if self._reached(eta, mu):
+            reached = self._reached(eta, mu)
+            if bool(reached.all()):
                 return eta
-            eta = self._ascend(eta, mu, self._step(eta, mu))
+            # a row that has arrived stays: at the edge of the support further steps are rounding
+            eta = torch.where(reached, eta, self._ascend(eta, mu, self._step(eta, mu)))
         raise FamilyError(
             f"no natural parameter was found whose mean is mu, after {STEPS} Newton steps; mu must "
             "lie inside the convex hull of the support, not on its edge or beyond."
@@ -116,20 +167,23 @@ class Measure(ABC):
         """Where Newton's method begins: any η of the family."""
         return torch.zeros_like(mu)
 
-    def _reached(self, eta: Tensor, mu: Tensor) -> bool:
-        close = 64 * torch.finfo(mu.dtype).eps
-        return bool((self.mean(eta) - mu).abs().max() <= close * (1 + mu.abs().max()))
+    def _reached(self, eta: Tensor, mu: Tensor) -> Tensor:
+        """(…, 1): which rows have the mean that was asked for, but for rounding."""
+        close = 64 * torch.finfo(mu.dtype).eps * (1 + mu.abs().amax(-1, keepdim=True))
+        return (self.mean(eta) - mu).abs().amax(-1, keepdim=True) <= close
 
     def _ascend(self, eta: Tensor, mu: Tensor, step: Tensor) -> Tensor:
         """The longest of η + step, η + step/2, … that does not lower η·μ − G(η), row by row."""
 
-        def height(x: Tensor) -> Tensor:
-            return (x * mu).sum(-1, keepdim=True) - self.log_normalizer(x).unsqueeze(-1)
+        def height(x: Tensor) -> tuple[Tensor, Tensor]:
+            tilt, G = (x * mu).sum(-1, keepdim=True), self.log_normalizer(x).unsqueeze(-1)
+            return tilt - G, 1 + tilt.abs() + G.abs()
 
-        start, rate = height(eta), torch.ones_like(eta[..., :1])
-        slack = 8 * torch.finfo(mu.dtype).eps * (1 + start.abs())
+        rate = torch.ones_like(eta[..., :1])
+        (start, size), eps = height(eta), torch.finfo(mu.dtype).eps
         for _ in range(HALVINGS):
-            low = ~(height(eta + rate * step) >= start - slack)
+            end, grown = height(eta + rate * step)
+            low = ~(end >= start - 8 * eps * torch.maximum(size, grown))  # a difference, rounded
             if not low.any():
                 break
             rate = torch.where(low, rate / 2, rate)
@@ -147,6 +201,7 @@ class OfWidth(Measure):
     """
 
     def __init__(self, width: int) -> None:
+        super().__init__()
         if width < 1:
             raise FamilyError(f"{type(self).__name__}({width}) has no width; it must be 1 or more.")
         self._width = width
@@ -158,6 +213,25 @@ class OfWidth(Measure):
     def width(self) -> int:
         """d: points have d coordinates."""
         return self._width
+
+
+def inner(eta: Float[Tensor, "*#batch d"], x: Float[Tensor, "*#batch d"]) -> Tensor:
+    """η·x, where −∞ · 0 is 0: what is excluded and does not happen costs nothing.
+
+    >>> inner(torch.tensor([-torch.inf, 2.0]), torch.tensor([0.0, 3.0]))
+    tensor(6.)
+    """
+    return (torch.where((eta == -torch.inf) & (x == 0), 0, eta) * x).sum(-1)
+
+
+def scaled(beta: Tensor, eta: Tensor) -> Tensor:
+    """β η, where −∞ stays what it is, and has no slope in β.
+
+    >>> scaled(torch.tensor([2.0]), torch.tensor([-torch.inf, 3.0]))
+    tensor([-inf, 6.])
+    """
+    never = eta == -torch.inf
+    return (beta * eta.masked_fill(never, 0)).masked_fill(never, -torch.inf)
 
 
 def _without_points(measure: Measure) -> str:

@@ -7,6 +7,7 @@ from torch import Tensor
 from dualform.errors import FamilyError
 from dualform.families.checks import holds
 from dualform.families.measures.measure import OfWidth
+from dualform.families.tilting import excess
 
 
 class Poisson(OfWidth):
@@ -15,6 +16,11 @@ class Poisson(OfWidth):
     >>> Poisson(1).log_normalizer(torch.tensor([0.0]))
     tensor(1.)
     """
+
+    @property
+    def exact(self) -> bool:
+        """Yes."""
+        return True
 
     def log_normalizer(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Σ exp(η_i)."""
@@ -35,14 +41,20 @@ class Poisson(OfWidth):
         return eta.exp().diag_embed()
 
     def natural(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """log μ, −∞ at 0."""
+        """log μ; at 0, of the smallest number."""
         _require_counts(mu)
-        return mu.log()
+        return mu.clamp(min=torch.finfo(mu.dtype).tiny).log()
 
     def conjugate(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """Σ μ log μ − μ."""
         _require_counts(mu)
         return (torch.xlogy(mu, mu) - mu).sum(-1)
+
+    def divergence(
+        self, eta: Float[Tensor, "*#batch d"], other: Float[Tensor, "*#batch d"]
+    ) -> Float[Tensor, "*batch"]:
+        """Σ exp(η) (exp(δ) − 1 − δ), δ = other − η."""
+        return (eta.exp() * excess(other - eta)).sum(-1)
 
     def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """−Σ log x_i!, −∞ where x is no count."""

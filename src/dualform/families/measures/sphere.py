@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dualform.errors import FamilyError
-from dualform.families.bessel import log_hypergeometric, ratio
+from dualform.families.bessel import BELOW_ONE, concentration, log_hypergeometric, ratio
 from dualform.families.checks import holds
 from dualform.families.measures.measure import OfWidth
 
@@ -17,8 +17,9 @@ class Sphere(OfWidth):
     """h uniform on ‖x‖ = 1 in R^d: the von Mises–Fisher family, with concentration κ = ‖η‖.
 
     G(η) = log Γ(d/2) (2/κ)^ν I_ν(κ) with ν = d/2 − 1; its mean points along η. Densities are
-    relative to the uniform distribution. Value and mean are right to 13 digits in every dimension;
-    the variance along η, about (d − 1)/2κ², loses as many digits as κ² has.
+    relative to the uniform distribution. In float64 the value is right to 13 digits and the mean
+    to 14, in every dimension and from κ = 1e-8 to 1e5; in float32 both are, to its 7. The variance
+    along η, about (d − 1)/2κ², is right to 14 decimals: it loses as many digits as κ² has.
 
     >>> sphere = Sphere(3)
     >>> sphere.mean(torch.tensor([0.0, 0.0, 2.0]))  # coth κ − 1/κ
@@ -26,6 +27,11 @@ class Sphere(OfWidth):
     >>> sphere.mean(torch.tensor([0.0, 0.0, 1e9]))
     tensor([0., 0., 1.])
     """
+
+    @property
+    def exact(self) -> bool:
+        """Yes."""
+        return True
 
     def log_normalizer(self, eta: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """log of the average of exp(η·x) over the sphere; 0 at η = 0."""
@@ -53,13 +59,13 @@ class Sphere(OfWidth):
         return (R * units + R * (above - R) * outer).to(eta.dtype)
 
     def natural(self, mu: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """η along μ, by Newton's method from κ ≈ r(d − r²)/(1 − r²), r = ‖μ‖ < 1."""
-        if not holds(mu.square().sum(-1) < 1):
+        """η along μ, with the κ whose mean is ‖μ‖ long; where that is 1, one that rounds to it."""
+        if not holds(mu.double().norm(dim=-1) <= 1 + 4 * torch.finfo(mu.dtype).eps):
             raise FamilyError(
                 f"mu has length {float(mu.norm(dim=-1).max()):.4g} somewhere, but means of points "
                 "of the sphere lie inside it: ‖mu‖ < 1."
             )
-        return super().natural(mu)
+        return super().natural(mu.double()).to(mu.dtype)
 
     def log_base(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
         """0 on the sphere, −∞ off it."""
@@ -90,9 +96,18 @@ class Sphere(OfWidth):
     def _ratio(self, eta: Tensor, up: int = 0) -> Tensor:
         return ratio(_square(eta), self.width + up).unsqueeze(-1)
 
-    def _start(self, mu: Tensor) -> Tensor:
-        square = mu.square().sum(-1, keepdim=True)
-        return mu * (self.width - square) / (1 - square)
+    def _newton(self, mu: Tensor) -> Tensor:
+        """κ is one number, whatever the dimension."""
+        r = mu.norm(dim=-1, keepdim=True)
+        kappa = concentration(r.clamp(max=BELOW_ONE), self.width)
+        return torch.where(r > 0, mu / torch.where(r > 0, r, 1), 0) * kappa
+
+    def _step(self, eta: Tensor, mu: Tensor) -> Tensor:
+        """Across η the variance is R, along it R + 2 R' κ²: no matrix is inverted."""
+        R, above = self._ratio(eta), self._ratio(eta, 2)
+        s, missing = _square(eta).unsqueeze(-1), mu - self.mean(eta)
+        along = (missing * eta).sum(-1, keepdim=True) * eta / torch.where(s > 0, s, 1)
+        return (missing - along) / R + along / (R + R * (above - R) * s)
 
 
 def _square(eta: Tensor) -> Tensor:

@@ -30,17 +30,21 @@ def variance_after(v: float, temperature: float, rate: float) -> float:
     return (rate * (1 + v / temperature)) ** 2 * v
 
 
-def cumulant_growth(order: int, temperature: float) -> float:
-    """1 + k/(T^{k−2}(1 + T)): what a step multiplies a small k-th cumulant by, at variance 1.
+def cumulant_growth(order: int, temperature: float, gain: float = 1.0) -> float:
+    """1 + a k/(T^{k−2}(a + T)): what a step multiplies a small k-th cumulant by, at variance 1.
 
-    With cumulant generating function u²/2 + κ u^k/k! the step is x + x/T + κ (x/T)^{k−1}/(k−1)!.
-    Its last term, but for what standardizing takes away, is a Hermite polynomial, and adds to κ.
-    All factors exceed 1: a Gaussian repels in every direction, at every temperature.
+    With cumulant generating function u²/2 + κ u^k/k! the step x + a ∇G is
+    x + a x/T + a κ (x/T)^{k−1}/(k−1)!. Its last term, but for what standardizing takes away, is a
+    Hermite polynomial, and adds to κ. With values x the gain a is 1 and all factors exceed 1: a
+    Gaussian repels in every direction, at every temperature. With values −x, where a = −1, they lie
+    between −1 and 1 for k ≥ 3 and T ≥ 2: a Gaussian attracts.
 
     >>> cumulant_growth(3, 1.0), cumulant_growth(4, 1.0), cumulant_growth(2, 4.0)
     (2.5, 3.0, 1.4)
+    >>> cumulant_growth(3, 3.0, gain=-1.0)
+    0.5
     """
-    return 1 + order / (temperature ** (order - 2) * (1 + temperature))
+    return 1 + gain * order / (temperature ** (order - 2) * (gain + temperature))
 
 
 @dataclass(frozen=True)
@@ -93,13 +97,14 @@ HERMITE: dict[int, Density] = {
 }
 
 
-def growth(order: int, temperature: float) -> Growth:
+def growth(order: int, temperature: float, gain: float = 1.0) -> Growth:
     """One step from a Gaussian with a trace of skewness (order 3) or kurtosis (4)."""
     x, mass = nodes(lambda x: normal(x) * (1 + SMALL * HERMITE[order](x)).clamp(min=0))
     name = {3: "skewness", 4: "kurtosis"}[order]
-    clouds = transport(x, mass, temperature, 1)
+    clouds = transport(x, mass, temperature, 1, gain)
     before, after = (getattr(measure(y, mass), name) for y in clouds)
-    return Growth(order, temperature, cumulant_growth(order, temperature), after / before)
+    predicted = cumulant_growth(order, temperature, gain)
+    return Growth(order, temperature, predicted, after / before)
 
 
 def follow(start: str, temperature: float, steps: int) -> Path:

@@ -52,10 +52,15 @@ def iterate(
 
 
 @torch.no_grad()
-def transport(x: Tensor, weights: Tensor, temperature: float, steps: int) -> Iterator[Tensor]:
-    """The same without sampling: a density's quadrature nodes (n, 1) move, and keep their mass."""
+def transport(
+    x: Tensor, weights: Tensor, temperature: float, steps: int, gain: float = 1.0
+) -> Iterator[Tensor]:
+    """The same without sampling: a density's quadrature nodes (n, 1) move, and keep their mass.
+
+    `gain` times the mean is added: with −1 tokens move away from what they attend to.
+    """
     yield x
     for _ in range(steps):
         G = LogNormalizer(Empirical(x, weights), temperature)
-        x = standardize(x + G.mean(x), weights)
+        x = standardize(x + gain * G.mean(x), weights)
         yield x
