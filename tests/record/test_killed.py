@@ -98,7 +98,7 @@ def test_a_step_is_kept_once(tmp_path: Path) -> None:
 
 def _marks(path: Path) -> list[tuple[int, str]]:
     (log,) = path.glob("writer-*/commits.jsonl")
-    records = map(open_line, log.read_text().splitlines(keepends=True))
+    records = map(open_line, log.read_bytes().splitlines(keepends=True))
     return [(r["step"], r["mark"]) for r in records if r is not None and r["kind"] == "weights"]
 
 

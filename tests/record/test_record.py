@@ -408,7 +408,7 @@ def test_ids_of_the_wrong_length(tmp_path: Path, data: tuple[Tensor, Tensor]) ->
         recorder.samples(range(11))
         message = (
             r"recorder.samples got 11 ids, but the model was given a batch of shape \(12, 6\); "
-            "give one id for each sample of the batch."
+            "give one id for each sample of the batch, or for each entry of its first dimension"
         )
         with pytest.raises(SampleIdsError, match=message):
             step(model, optimizer, x, y)

@@ -172,7 +172,7 @@ class Recorder:
         """Names the samples of the next forward pass, one id for each (integers or strings).
 
         Without it, samples are numbered in the order they are seen, each visit anew. Name those of
-        every step, or of none: ids and numbers are never mixed.
+        every step, or of none: ids and numbers are never mixed. An id may come several times.
         """
         self._require_recording()
         self._guard.run("when samples were named", self._watch.samples, ids, self._naming)
