@@ -12,6 +12,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -97,7 +98,8 @@ def laws(device: str) -> None:
 
 
 def _losses(case: Structure, model: torch.nn.Module, x: object, device: str) -> torch.Tensor:
-    with torch.device(device):
+    with torch.device(device), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of")
         return case.losses(model, tree_map_only(torch.Tensor, lambda t: t.to(device), x))
 
 

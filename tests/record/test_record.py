@@ -786,3 +786,23 @@ def test_stale_ids_are_noticed_in_any_layer(tmp_path: Path, data: tuple[Tensor, 
         F.mse_loss(model[0](x), torch.zeros(12, 8)).backward()
         with pytest.raises(RecordingError, match="named the samples of earlier forward passes"):
             optimizer.step()
+
+
+@pytest.mark.parametrize("model", [mlp(), nn.LSTM(6, 4, batch_first=True)], ids=["mlp", "lstm"])
+def test_another_default_device(model: nn.Module, tmp_path: Path) -> None:
+    """What the recorder makes for itself is in main memory, wherever the loop makes its tensors."""
+    model.double()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = [torch.randn(12, 3, 6).double() for _ in range(3)]
+    path = tmp_path / "run"
+    with torch.device("meta"), dualform.record(model, optimizer, path, strict=True) as recorder:
+        for x in batches:
+            recorder.samples(range(12))
+            out = model(x if isinstance(model, nn.LSTM) else x[:, 0])
+            (out[0] if isinstance(out, tuple) else out).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        recorder.checkpoint()
+    audit = dualform.open(path).audit()
+    assert audit.coverage == 1
+    assert audit.remainder < 1e-12

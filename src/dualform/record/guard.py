@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from dualform.errors import (
     DualformError,
@@ -63,6 +65,13 @@ class Guard:
                 raise self.failure from error
             _drop_frames(error)
             return None
+
+    def book(
+        self, stage: str, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R | None:
+        """The same for bookkeeping, which is made in main memory whatever the default device is."""
+        with _in_main_memory():
+            return self.run(stage, action, *args, **kwargs)
 
     def around(self, stage: str, action: Callable[P, R]) -> Callable[P, R | None]:
         """The action as a hook that does nothing after a failure."""
@@ -125,10 +134,15 @@ def starting(path: Path) -> Iterator[None]:
     dualform.errors.RecorderFailedError: recording into 'runs/mine' cannot start: KeyError: ...
     """
     try:
-        with writing(path):
+        with writing(path), _in_main_memory():
             yield
     except DualformError:
         raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise RecorderFailedError(f"recording into '{path}' cannot start: {problem}.") from error
+
+
+def _in_main_memory() -> AbstractContextManager[Any]:
+    elsewhere = torch.get_default_device().type != "cpu"
+    return torch.device("cpu") if elsewhere else nullcontext()

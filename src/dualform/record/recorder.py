@@ -157,7 +157,7 @@ class Recorder:
         self._eagerly.close()
         try:
             if self.failure is None:
-                self._guard.run("at the end", self._finish)
+                self._guard.book("at the end", self._finish)
             if self.failure is not None:
                 self._break_off()
         except BaseException:
@@ -235,7 +235,7 @@ class Recorder:
         self, stage: str, action: Callable[..., R], *args: Any, whole: bool = True
     ) -> R | None:
         """Runs a part of recording; should it fail, the recording is broken off."""
-        result = self._guard.run(stage, action, *args)
+        result = self._guard.book(stage, action, *args)
         if self.failure is not None:
             self._break_off(whole)
         return result

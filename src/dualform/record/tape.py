@@ -64,8 +64,8 @@ class Batch:
         elif not self._fits(chain([first], given)) and not self._is_one(first):
             raise SampleIdsError(
                 f"recorder.samples got {len(self.ids)} ids, but the model was given a batch of "
-                f"shape {tuple(first)}; give one id for each sample of the batch, or for each entry "
-                "of its first dimension: of a graph network, one for each node."
+                f"shape {tuple(first)}; give one id for each sample of the batch, or for each "
+                "entry of its first dimension: of a graph network, one for each node."
             )
 
     def begin_inside(self, lead: Sequence[int]) -> None:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-RandomStates: TypeAlias = list[tuple[torch.Generator, Tensor]]
-"""Generators, and where they were."""
+
+class Source(Protocol):
+    """What random numbers are drawn from."""
+
+    def get_state(self) -> Tensor:
+        """Where it is."""
+
+    def set_state(self, state: Tensor) -> object:
+        """Takes it back to where it was."""
+
+
+RandomStates: TypeAlias = list[tuple[Source, Tensor]]
+"""What random numbers are drawn from, and where it was."""
 
 SHAPES_ONLY = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
@@ -158,15 +169,37 @@ def _normalize(args: Any, there: Callable[[Tensor], Tensor], out: Sequence[Tenso
     return found
 
 
-def random_states(func: Any, given: Sequence[Tensor], kwargs: dict[str, Any]) -> RandomStates:
-    """The generators a call draws from, with their states; none where it draws nothing."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return []
-    own = kwargs.get("generator")
-    sources = [torch.default_generator] if own is None else [own]
-    if own is None:
-        devices = {t.device for t in given if t.is_cuda}
-        sources += [torch.cuda.default_generators[device.index] for device in devices]
+class DropoutState:
+    """The tensor in which cuDNN keeps the random state of its recurrent layers' dropout.
+
+    >>> state = torch.tensor([1, 2], dtype=torch.uint8)
+    >>> source = DropoutState(state)
+    >>> before = source.get_state(); state += 1; source.set_state(before); state
+    tensor([1, 2], dtype=torch.uint8)
+    """
+
+    def __init__(self, state: Tensor) -> None:
+        self._state = state
+
+    def get_state(self) -> Tensor:
+        """A copy of the state."""
+        return self._state.clone()
+
+    def set_state(self, state: Tensor) -> None:
+        """Puts a copy back."""
+        self._state.copy_(state)
+
+
+def random_states(func: Any, args: Any, kwargs: dict[str, Any]) -> RandomStates:
+    """What a call draws random numbers from, and where that is; none where it draws nothing."""
+    sources: list[Source] = []
+    if isinstance(state := _argument(func, args, kwargs, "dropout_state", None), Tensor):
+        sources = [DropoutState(state)]
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        own = kwargs.get("generator")
+        devices = {t.device for t in tensors_of((*args, *kwargs.values())) if t.is_cuda}
+        usual = [torch.cuda.default_generators[device.index] for device in devices]
+        sources += [torch.default_generator, *usual] if own is None else [own]
     return [(source, source.get_state()) for source in sources]
 
 

@@ -180,7 +180,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for world in worlds:
             for tensor in written:
                 self._own(tensor, world)
-        return worlds, random_states(func, given, kwargs) if worlds else []
+        return worlds, random_states(func, args, kwargs) if worlds else []
 
     def _follow(
         self, func: Any, args: Any, kwargs: Any, out: Any, worlds: list[int], before: RandomStates
