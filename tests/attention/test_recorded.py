@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.told import told
 from torch import Tensor, nn
 
 import dualform
@@ -51,7 +52,7 @@ def trained(net: nn.Module, tmp_path: Path) -> dualform.Audit:
     torch.manual_seed(0)
     net = net.double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    with dualform.record(net, optimizer, tmp_path / "run"):
+    with told(tmp_path / "run"), dualform.record(net, optimizer, tmp_path / "run"):
         for _ in range(3):
             x, y = torch.randn(8, 10, 16).double(), torch.randint(3, (8,))
             nn.functional.cross_entropy(net(x), y).backward()

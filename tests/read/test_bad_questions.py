@@ -115,5 +115,5 @@ def test_layers_and_times_that_are_not_there(
         found.timeline("week")
     by_step = recorded_case("Weight norm", "SGD")
     found = by_step.run.explain(by_step.model, by_step.x[:2], lambda out: out.sum())
-    with pytest.raises(ReadingError, match=r"by row in this run; those were 'model'\."):
+    with pytest.raises(ReadingError, match=r"by row in this run; those were '0', .*, '2'\."):
         found.layer("parametrizations.weight")

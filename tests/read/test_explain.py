@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.grid.optimizers import OPTIMIZERS
+from tests.read.conftest import Recorded
+from tests.told import told
 from torch import Tensor, nn
 
+import dualform
 from dualform.memory.blocks import from_matrix, matrix_shape
 from dualform.read import explain, path, targets
 from dualform.read.explain import Explanation
@@ -252,8 +256,8 @@ def columns_of(matrix: Contributions) -> dict[str, tuple[np.ndarray, int]]:
     return {n: (d.flatten(1).double().numpy(), pieces[n]) for n, d in found.items()}
 
 
-def test_what_was_booked_by_step_is_not_lost(recorded: Make, recorded_case: Make) -> None:
-    """All of it under an optimizer without a rule; a part where an operation is not known."""
+def test_what_was_booked_by_step_is_not_lost(recorded: Make) -> None:
+    """All of it under an optimizer without a rule."""
     made = recorded("unknown")
     found = made.run.explain(made.model, made.x[:2], target=0)
     assert found.values.shape == (0, 2)
@@ -261,9 +265,31 @@ def test_what_was_booked_by_step_is_not_lost(recorded: Make, recorded_case: Make
     assert not found.by_step.values.any()
     assert_sum(made, found, 1e-3)
     assert close(found.check.steps, found.total - found.initial, 1e-3)
-    made = recorded_case("Weight norm", "SGD")
-    found = made.run.explain(made.model, made.x[:2], total)
-    assert found.by_layer.ids == made.run.layers
+
+
+class Waves(nn.Module):
+    """A layer, and a parameter that an operation without rows makes something of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.phase = nn.Linear(4, 3), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.sin(self.phase)
+
+
+def test_a_part_that_was_booked_by_step_is_not_lost(tmp_path: Path) -> None:
+    model, x, path = Waves().double(), torch.randn(8, 4).double(), tmp_path / "run"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with told(path), dualform.record(model, optimizer, path) as recorder:
+        for _ in range(4):
+            recorder.samples(range(8))
+            (model(x) - 3).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    made = Recorded(model.eval(), x, dualform.open(path))
+    found = made.run.explain(model, x[:2], total)
+    assert found.by_layer.ids == made.run.layers == ["layer"]
     assert (np.abs(found.check.steps) > 0.1).all()
     assert_sum(made, found, 1e-3)
 

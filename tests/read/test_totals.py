@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.grid.cases import CASES
 from tests.grid.grid import Problem, problem
+from tests.told import told
 from torch import Tensor, nn
 
 import dualform
@@ -98,7 +99,8 @@ TRAINED = [
 def test_the_total_is_the_layers_own_output(case: str, frozen: str, tmp_path: Path) -> None:
     given, trained = frozen_problem(case, frozen)
     made, loop = torch.optim.SGD(trained, lr=0.01), Loop(steps=3, batch=6)
-    train(given.model, made, given.x, given.y, loop, tmp_path / "run", given.loss)
+    with told(tmp_path / "run"):
+        train(given.model, made, given.x, given.y, loop, tmp_path / "run", given.loss)
     run = dualform.open(tmp_path / "run")
     compared = assert_totals(run, given.model, given.x[:3])
     hooked = seen_outputs(given.model, given.x[:3])
@@ -130,7 +132,8 @@ def test_computed_weights_are_part_of_the_output(which: str, trained: bool, tmp_
     for parameter in model.parameters():
         parameter.requires_grad_(trained or parameter is other)
     made = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    train(model, made, x, torch.randn(8, 3).double(), Loop(steps=4, batch=4), tmp_path / "run")
+    with told(tmp_path / "run"):
+        train(model, made, x, torch.randn(8, 3).double(), Loop(steps=4, batch=4), tmp_path / "run")
     run = dualform.open(tmp_path / "run")
     reading = run.spotlight(model.eval(), x[:3], output=1)[run.layers[-1]]
     weight = model.weight * model.gain[:, None] if which == "weight" else model.weight
@@ -149,7 +152,8 @@ def test_images_of_another_size(tmp_path: Path) -> None:
     model[0].weight.requires_grad_(False)
     model, x = model.double(), torch.randn(8, 2, 6, 6).double()
     made = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    train(model, made, x, torch.randn(8, 2).double(), Loop(steps=4, batch=4), tmp_path / "run")
+    with told(tmp_path / "run"):
+        train(model, made, x, torch.randn(8, 2).double(), Loop(steps=4, batch=4), tmp_path / "run")
     run = dualform.open(tmp_path / "run")
     assert assert_totals(run, model, torch.randn(2, 2, 9, 7).double()) == 2
 
@@ -159,7 +163,8 @@ def test_of_a_training_sample_only_the_recorded_offset_is_known(tmp_path: Path) 
     model, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(8, 4)
     model[2].weight.requires_grad_(False)
     made = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    train(model, made, x, torch.randn(8, 2), Loop(steps=4, batch=4), tmp_path / "run")
+    with told(tmp_path / "run"):
+        train(model, made, x, torch.randn(8, 2), Loop(steps=4, batch=4), tmp_path / "run")
     found = dualform.open(tmp_path / "run").revisit([0], output=1)
     assert "layer 2: what its recorded offset adds" in str(found["2"])
     assert "layer 0: its output" in str(found["0"])

@@ -345,6 +345,9 @@ def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width
         pairs = zip(keys.chunk(count), values.chunk(count), strict=True)  # all of one size
         each = [conv.gradient_row(stream, k, v, row - top) for k, v in pairs]
         return torch.stack(each)
+    part = keys.shape[1] // term.groups  # a group of outputs has its own part of the keys
+    start = (row - top) * term.groups // height * part
+    keys = keys[:, start : start + part]
     errors = values[:, row - top].reshape(count, 1, -1)
     found[:, left : left + keys.shape[1]] = (errors @ keys.reshape(count, -1, keys.shape[1]))[:, 0]
     return found

@@ -212,8 +212,8 @@ def derived_use(
 
 
 def _site(find: Finder, found: Found) -> Site | None:
-    key = ("derived", place(found))
-    return find.site(key, lambda: Site(found.label, book_terms(found, form="sum"), axis=0))
+    terms = book_terms(found, form="sum")
+    return find.site(("derived", place(found)), lambda: Site(found.label, terms, aside=True))
 
 
 def spectral_use(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +13,15 @@ from torch import Tensor
 class Source(Protocol):
     """What random numbers are drawn from."""
 
-    def get_state(self) -> Tensor:
-        """Where it is."""
+    def pause(self) -> None:
+        """Remembers where the real call left it."""
 
-    def set_state(self, state: Tensor) -> object:
-        """Takes it back to where it was."""
+    def restart(self) -> None:
+        """Goes back to where the real call began."""
 
+    def resume(self) -> None:
+        """Goes on from where the real call left it."""
 
-RandomStates: TypeAlias = list[tuple[Source, Tensor]]
-"""What random numbers are drawn from, and where it was."""
 
 SHAPES_ONLY = {
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
@@ -169,65 +169,118 @@ def _normalize(args: Any, there: Callable[[Tensor], Tensor], out: Sequence[Tenso
     return found
 
 
+class Host:
+    """A generator of the CPU.
+
+    >>> source, drawn = Host(torch.default_generator), torch.rand(1)
+    >>> source.pause(); source.restart(); again = torch.rand(1); source.resume()
+    >>> bool(again == drawn)
+    True
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator, self._before = generator, generator.get_state()
+
+    def pause(self) -> None:
+        """Remembers where the real call left it."""
+        self._after = self._generator.get_state()
+
+    def restart(self) -> None:
+        """Goes back to where the real call began."""
+        self._generator.set_state(self._before)
+
+    def resume(self) -> None:
+        """Goes on from where the real call left it."""
+        self._generator.set_state(self._after)
+
+
+class Device:
+    """A generator of a GPU. Setting its state would make cuDNN begin its own dropout anew.
+
+    So it is lent copies of its state, and then given back its own.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator, self._before = generator, generator.clone_state()
+
+    def pause(self) -> None:
+        """Remembers where the real call left it."""
+        self._own = self._generator.graphsafe_get_state()
+
+    def restart(self) -> None:
+        """Goes back to where the real call began."""
+        self._generator.graphsafe_set_state(self._before.clone_state())
+
+    def resume(self) -> None:
+        """Goes on from where the real call left it."""
+        self._generator.graphsafe_set_state(self._own)
+
+
 class DropoutState:
     """The tensor in which cuDNN keeps the random state of its recurrent layers' dropout.
 
     >>> state = torch.tensor([1, 2], dtype=torch.uint8)
     >>> source = DropoutState(state)
-    >>> before = source.get_state(); state += 1; source.set_state(before); state
+    >>> state += 1; source.pause(); source.restart(); print(state); source.resume(); print(state)
     tensor([1, 2], dtype=torch.uint8)
+    tensor([2, 3], dtype=torch.uint8)
     """
 
     def __init__(self, state: Tensor) -> None:
-        self._state = state
+        self._state, self._before = state, state.clone()
 
-    def get_state(self) -> Tensor:
-        """A copy of the state."""
-        return self._state.clone()
+    def pause(self) -> None:
+        """Remembers where the real call left it."""
+        self._after = self._state.clone()
 
-    def set_state(self, state: Tensor) -> None:
-        """Puts a copy back."""
-        self._state.copy_(state)
+    def restart(self) -> None:
+        """Goes back to where the real call began."""
+        self._state.copy_(self._before)
+
+    def resume(self) -> None:
+        """Goes on from where the real call left it."""
+        self._state.copy_(self._after)
 
 
-def random_states(func: Any, args: Any, kwargs: dict[str, Any]) -> RandomStates:
-    """What a call draws random numbers from, and where that is; none where it draws nothing."""
-    sources: list[Source] = []
+def random_sources(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Source]:
+    """What a call that is about to be made draws random numbers from, if it draws any."""
     if isinstance(state := _argument(func, args, kwargs, "dropout_state", None), Tensor):
-        sources = [DropoutState(state)]
-    if torch.Tag.nondeterministic_seeded in func.tags:
-        own = kwargs.get("generator")
-        devices = {t.device for t in tensors_of((*args, *kwargs.values())) if t.is_cuda}
-        usual = [torch.cuda.default_generators[device.index] for device in devices]
-        sources += [torch.default_generator, *usual] if own is None else [own]
-    return [(source, source.get_state()) for source in sources]
+        return [DropoutState(state)]
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return []
+    devices = {t.device for t in tensors_of((*args, *kwargs.values())) if t.is_cuda}
+    usual = [torch.default_generator, *(torch.cuda.default_generators[d.index] for d in devices)]
+    own = kwargs.get("generator")
+    generators = usual if own is None else [own]
+    return [Device(g) if g.device.type == "cuda" else Host(g) for g in generators]
 
 
 @contextmanager
-def same_randomness(before: RandomStates) -> Iterator[Callable[[], None]]:
+def same_randomness(sources: Sequence[Source]) -> Iterator[Callable[[], None]]:
     """Gives a function that takes random numbers back to where they were; at the end they go on."""
-    after = [(source, source.get_state()) for source, _ in before]
+    for source in sources:
+        source.pause()
 
-    def start_again() -> None:
-        for source, state in before:
-            source.set_state(state)
+    def restart() -> None:
+        for source in sources:
+            source.restart()
 
     try:
-        yield start_again
+        yield restart
     finally:
-        for source, state in after:
-            source.set_state(state)
+        for source in sources:
+            source.resume()
 
 
 def other(x: Tensor, dim: int, shift: int) -> Tensor:
     """Other contents for a tensor: integers are marked, numbers are those of other samples.
 
-    >>> other(torch.tensor([1.0, 2.0, 2.0]), 0, 1)
-    tensor([2., 1., 1.])
+    >>> other(torch.tensor([1.0, 2.0, 2.0]), 0, 1), other(torch.zeros(2), 0, 1)
+    (tensor([2., 1., 1.]), tensor([1., 1.]))
     """
     if x.dtype in MARK:
         return x + MARK[x.dtype]
     found = x.roll(shift, dim)
     for further in range(1, min(x.shape[dim], 8)):
         found = torch.where(found == x, x.roll(shift + further, dim), found)
-    return found
+    return torch.where(found == x, x + 1, found)  # where all samples have the same

@@ -25,11 +25,11 @@ from dualform.record.owners.calls import (
     COUNTING,
     MOVING,
     SHAPES_ONLY,
-    RandomStates,
+    Source,
     call_there,
     is_number,
     is_view,
-    random_states,
+    random_sources,
     same_randomness,
     tensors_of,
     written_by,
@@ -168,8 +168,8 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.guard(self._follow, func, args, kwargs, out, *ahead)
         return out
 
-    def _look_ahead(self, func: Any, args: Any, kwargs: Any) -> tuple[list[int], RandomStates]:
-        """The worlds in which a call differs, with memory for it, and random states before it."""
+    def _look_ahead(self, func: Any, args: Any, kwargs: Any) -> tuple[list[int], list[Source]]:
+        """The worlds in which a call differs, with memory for it, and what it draws from."""
         given = tensors_of((*args, *kwargs.values()))
         shapes = func.overloadpacket.__name__ in SHAPES_ONLY | COUNTING
         worlds = [] if shapes else self._worlds(given)
@@ -180,17 +180,17 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for world in worlds:
             for tensor in written:
                 self._own(tensor, world)
-        return worlds, random_states(func, args, kwargs) if worlds else []
+        return worlds, random_sources(func, args, kwargs) if worlds else []
 
     def _follow(
-        self, func: Any, args: Any, kwargs: Any, out: Any, worlds: list[int], before: RandomStates
+        self, func: Any, args: Any, kwargs: Any, out: Any, worlds: list[int], sources: list[Source]
     ) -> None:
         """Makes a call that was made for real again in these worlds."""
         given = tensors_of((*args, *kwargs.values()))
         if is_view(func):
             self._share_views(func, args, kwargs, out, worlds)
             return
-        with same_randomness(before) as start_again:
+        with same_randomness(sources) as start_again:
             for world in worlds:
                 start_again()
                 self._live(func, args, kwargs, given, out, world)
