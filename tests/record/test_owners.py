@@ -235,13 +235,18 @@ def test_a_layer_first_used_later_is_seen_by_an_experiment(tmp_path: Path) -> No
     assert reasons(audit) == {"mix": "", "head": ""}
 
 
-def test_layers_thawed_late_are_seen_by_an_experiment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [lambda step: step < 41, lambda step: step > 3])
+@pytest.mark.parametrize("part", ["0", "2.weight"])
+def test_what_is_thawed_or_frozen_late_is_seen_by_an_experiment(
+    part: str, frozen: Any, tmp_path: Path
+) -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model[0].requires_grad_(False)
+    changing = [p for name, p in model.named_parameters() if name.startswith(part)]
     with dualform.record(model, optimizer, tmp_path / "run") as recorder:
         for step in range(45):
-            model[0].requires_grad_(step > 40)
+            for parameter in changing:
+                parameter.requires_grad_(not frozen(step))
             recorder.samples(range(B))
             F.cross_entropy(model(numbers(B, D)(step)), torch.arange(B) % 3).backward()
             optimizer.step()

@@ -49,7 +49,7 @@ class Owners:
         self._doubted: list[Known] = []
         """Those whose rows the data may order, so that further passes must be experiments."""
         self._passes, self._next = 0, 1
-        self._trained, self._until = 0, 0
+        self._trained, self._until = sum(p.requires_grad for p in parameters.values()), PASSES
         """How many parameters are trained, and up to which pass they are looked for."""
         self._draw = random.Random(0)
 
@@ -72,6 +72,7 @@ class Owners:
         trained = [name for name, p in self._parameters.items() if p.requires_grad]
         if len(trained) != self._trained:  # layers were thawed, or frozen
             self._trained, self._until = len(trained), self._passes + PASSES
+            return True
         if self._passes <= self._until:
             known = self._seen | dropped | self.refused.keys()
             if not known.issuperset(trained):
