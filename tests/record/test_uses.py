@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from pathlib import Path
 
@@ -254,3 +255,26 @@ def test_modules_called_by_themselves(tmp_path: Path) -> None:
     assert run.audit().coverage == 1.0
     assert run.audit().remainder < 1e-12
     assert len(run.ids) == 18
+
+
+def test_memory_is_flat_while_cells_are_recorded(tmp_path: Path) -> None:
+    """A hook on the two outputs of a cell would keep its graph alive."""
+    cell, x = nn.LSTMCell(4, 3), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    counts = []
+    with dualform.record(cell, optimizer, tmp_path / "run") as recorder:
+        for step in range(30):
+            recorder.samples(range(5))
+            hidden, memory = cell(x)
+            (hidden.sum() + memory.sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step in (9, 29):
+                recorder.checkpoint()
+                counts.append(alive())
+    assert counts[1] - counts[0] <= 5

@@ -65,6 +65,8 @@ class Watch:
         self.unnamed: set[int] = set()
         """The batches without ids that left rows in this step."""
         self._batches, self._reached = Batches(step), Reached(parameters)
+        self._on_graphs: list[tuple[int, RemovableHandle]] = []
+        """Hooks on several outputs, by step: such a hook and its graph keep each other alive."""
         self._calls = 0
         self._find = Finder(parameters)
         self._find.guard = partial(self._guard.run, FORWARD)
@@ -90,6 +92,10 @@ class Watch:
         self.step += 1
         self.unnamed.clear()
         self._batches.end_step()
+        for step, hook in self._on_graphs:
+            if step < self.step - 1:
+                hook.remove()
+        self._on_graphs = [(step, hook) for step, hook in self._on_graphs if step >= self.step - 1]
         if self._parts:
             self._settle_parts()
 
@@ -248,7 +254,9 @@ class Watch:
         seen = None if trial is None or single else trial.observe(use)
         if batch is not None:
             backward = self._guard.around(BACKWARD, self._backward(use, batch, seen))
-            when_errors_come(use, backward)
+            hook = when_errors_come(use, backward)
+            if len(outputs) > 1 and hook is not None:
+                self._on_graphs.append((self.step, hook))
 
     def _backward(
         self, use: Seen, batch: Batch, seen: Sequence[Sighting] | None
