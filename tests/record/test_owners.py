@@ -92,6 +92,16 @@ def test_rows_of_two_samples_and_of_none() -> None:
 # Worlds
 
 
+GENERATOR = torch.Generator()
+PRODUCTS = torch.randn(4, 6, 6, generator=GENERATOR)
+autocast = torch.autocast("cpu", torch.bfloat16)
+
+
+def cast_products(x: Tensor) -> Tensor:
+    """A kernel that is made of further calls, which autocast sees."""
+    return F.bilinear(x, x, PRODUCTS)
+
+
 def calls() -> Iterator[tuple[str, Any]]:
     layers = {
         "dropout": nn.Dropout(0.5),
@@ -101,13 +111,11 @@ def calls() -> Iterator[tuple[str, Any]]:
         "random slope": nn.RReLU(),
     }
     yield from layers.items()
+    yield "bilinear, cast", autocast(cast_products)
     yield "noise", lambda x: x + torch.randn_like(x) * torch.rand(x.shape)
     yield "in place", lambda x: x.clone().mul_(2).relu_().view(-1).add_(1).view(x.shape)
     yield "into a part", lambda x: torch.zeros_like(x).index_copy_(0, torch.tensor([1, 0]), x[:2])
     yield "own generator", lambda x: x * torch.rand(x.shape, generator=GENERATOR)
-
-
-GENERATOR = torch.Generator()
 
 
 @pytest.mark.parametrize(("name", "call"), list(calls()), ids=[name for name, _ in calls()])

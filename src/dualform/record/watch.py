@@ -186,14 +186,14 @@ class Watch:
         def end(*_: Any) -> None:
             handle.remove()
             self._here.trial = None
-            trial.twins.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            trial.twins.__exit__(None, None, None)
             if self._guard.failure is None:
                 self._guard.run(FORWARD, lambda: self.owners.learn(trial.close()))
 
         trial.twins.guard = self._find.guard
-        handle = module.register_forward_hook(Hook(end), always_call=True)
+        handle = module.register_forward_hook(Hook(end), prepend=True, always_call=True)
         self._here.trial = trial
-        trial.twins.__enter__()  # type: ignore[no-untyped-call]
+        trial.twins.__enter__()
 
     def _enter(self) -> None:
         self._here.depth += 1

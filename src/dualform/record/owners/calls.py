@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 class Source(Protocol):
@@ -50,6 +51,9 @@ COUNTING = {"bincount", "repeat_interleave", "histc", "one_hot"}
 """Operations that integers must not be too large for: worlds do without them."""
 MARK = {torch.int64: 1 << 40, torch.int32: 1 << 24}
 """What is added to an integer to make it another one, which no table has."""
+
+CALLING = {"_trilinear"}
+"""Operations whose kernels make further calls, which autocast sees."""
 
 BATCH_NORMS = {
     "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_native_batch_norm_legit",
@@ -253,6 +257,28 @@ def random_sources(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Source]
     own = kwargs.get("generator")
     generators = usual if own is None else [own]
     return [Device(g) if g.device.type == "cuda" else Host(g) for g in generators]
+
+
+class Autocast(TorchFunctionMode):
+    """Notes under which autocast a model makes its calls, since below it that cannot be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._devices: tuple[str, ...] = ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Makes the call."""
+        self._devices = tuple(d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def around(self, func: Any) -> Iterator[None]:
+        """Switches it on again for kernels that are made of further calls, which it casts."""
+        with ExitStack() as on:
+            if func.overloadpacket.__name__ in CALLING:
+                for device in self._devices:
+                    on.enter_context(torch.autocast(device))
+            yield
 
 
 @contextmanager

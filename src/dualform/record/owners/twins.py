@@ -25,6 +25,7 @@ from dualform.record.owners.calls import (
     COUNTING,
     MOVING,
     SHAPES_ONLY,
+    Autocast,
     Source,
     call_there,
     is_number,
@@ -88,7 +89,16 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Memory that holds integers which the data decided."""
         self._moved: set[int] = set()
         """Memory whose elements are where such integers said."""
-        self._calls = 0
+        self._calls, self._autocast = 0, Autocast()
+
+    def __enter__(self) -> Twins:
+        self._autocast.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._autocast.__exit__(*error)  # type: ignore[no-untyped-call]
 
     # What is asked
 
@@ -162,10 +172,11 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Makes the call, and makes it again in each world where something differs."""
         kwargs = kwargs or {}
-        ahead = self.guard(self._look_ahead, func, args, kwargs)
-        out = self._really(func, args, kwargs)
-        if ahead is not None:
-            self.guard(self._follow, func, args, kwargs, out, *ahead)
+        with self._autocast.around(func):
+            ahead = self.guard(self._look_ahead, func, args, kwargs)
+            out = self._really(func, args, kwargs)
+            if ahead is not None:
+                self.guard(self._follow, func, args, kwargs, out, *ahead)
         return out
 
     def _look_ahead(self, func: Any, args: Any, kwargs: Any) -> tuple[list[int], list[Source]]:
