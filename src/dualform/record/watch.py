@@ -191,7 +191,7 @@ class Watch:
                 self._guard.run(FORWARD, lambda: self.owners.learn(trial.close()))
 
         trial.twins.guard = self._find.guard
-        handle = module.register_forward_hook(Hook(end), prepend=True, always_call=True)
+        handle = module.register_forward_hook(Hook(end), always_call=True)
         self._here.trial = trial
         trial.twins.__enter__()
 
