@@ -261,3 +261,29 @@ def test_what_is_thawed_or_frozen_late_is_seen_by_an_experiment(
             optimizer.zero_grad()
     audit = dualform.open(tmp_path / "run").audit()
     assert reasons(audit) == {"0": "", "2": ""}
+
+
+def test_one_sample_in_all_places_needs_no_experiment(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(3):
+            recorder.samples(["only"] * B)
+            F.cross_entropy(model(numbers(B, D)(step)), torch.arange(B) % 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = dualform.open(tmp_path / "run")
+    assert run.ids == ["only"]
+    assert reasons(run.audit()) == {"0": "", "2": ""}
+
+
+def test_a_later_experiment_that_tells_nothing_changes_nothing(tmp_path: Path) -> None:
+    """Such as one in which a layer happens to see the same of every sample."""
+
+    class Gated(Turning):
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            return self.head(torch.tanh(self.mix(x * 0 if self.passes > 4 else x)) + x)
+
+    audit = fit(Gated(), tmp_path / "run", [numbers(B, D)(step) for step in range(20)])
+    assert reasons(audit) == {"mix": "", "head": ""}

@@ -7,10 +7,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from dualform.record.layers import Site
-from dualform.record.owners.patterns import Finding, Pattern
+from dualform.record.owners.patterns import MIXES, Finding, Pattern
 from dualform.record.owners.trial import Sighting, Trial, has_samples
 from dualform.record.tape import Batch
 
@@ -87,9 +88,9 @@ class Owners:
         """Takes over what an experiment has found."""
         found: dict[int, list[Sighting]] = {}
         for sighting in sightings:
-            if sighting.finding.reason:
-                self.refuse(sighting.site, sighting.finding.reason)
-            elif sighting.finding.known:
+            if sighting.finding.reason == MIXES or id(sighting.site) not in self._known:
+                self.refuse(sighting.site, sighting.finding.reason)  # else it only told nothing
+            if sighting.finding.known:
                 found.setdefault(id(sighting.site), []).append(sighting)
         for calls in found.values():
             self._seen |= calls[0].site.terms.keys()
@@ -117,9 +118,9 @@ class Owners:
         order.agreed += 1
 
     def refuse(self, site: Site, reason: str) -> None:
-        """The site's books have rows that cannot be given to samples."""
-        for book in site.terms:
-            self.refused.setdefault(book, reason)
+        """The site's books have rows that cannot be given to samples, if there is a reason."""
+        if reason:
+            self.refused |= {book: self.refused.get(book, reason) for book in site.terms}
 
     def of(
         self, site: Site, lead: Sequence[int], batch: Batch, seen: Sighting | None
@@ -138,6 +139,8 @@ class Owners:
             return found.owners
         pattern = found.pattern or self._pattern(site, len(lead))
         stretch = None if pattern is None else pattern.stretch(lead, batch.size)
+        if stretch is None and not batch.sample_of().any():
+            return torch.zeros(math.prod(lead), dtype=torch.long, device="cpu")  # one for all
         shape = "×".join(map(str, lead)) or "1"
         return UNSEEN.format(shape, batch.size) if stretch is None else stretch
 
