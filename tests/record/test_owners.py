@@ -283,7 +283,8 @@ def test_a_later_experiment_that_tells_nothing_changes_nothing(tmp_path: Path) -
     class Gated(Turning):
         def forward(self, x: Tensor) -> Tensor:
             self.passes += 1
-            return self.head(torch.tanh(self.mix(x * 0 if self.passes > 4 else x)) + x)
+            h = torch.tanh(self.mix(x))
+            return self.head(h * 0 if self.passes > 4 else h)
 
     audit = fit(Gated(), tmp_path / "run", [numbers(B, D)(step) for step in range(20)])
     assert reasons(audit) == {"mix": "", "head": ""}
