@@ -88,10 +88,13 @@ class Owners:
         """Takes over what an experiment has found."""
         found: dict[int, list[Sighting]] = {}
         for sighting in sightings:
-            if sighting.finding.reason == MIXES or id(sighting.site) not in self._known:
-                self.refuse(sighting.site, sighting.finding.reason)  # else it only told nothing
-            if sighting.finding.known:
-                found.setdefault(id(sighting.site), []).append(sighting)
+            site, finding = sighting.site, sighting.finding
+            if finding.known:
+                found.setdefault(id(site), []).append(sighting)
+            elif finding.reason == MIXES:
+                self.refuse(site, MIXES)
+            elif finding.reason and id(site) not in self._known:  # else it only told nothing new
+                self.refuse(site, finding.reason)
         for calls in found.values():
             self._seen |= calls[0].site.terms.keys()
             self._compare(calls)
@@ -118,9 +121,9 @@ class Owners:
         order.agreed += 1
 
     def refuse(self, site: Site, reason: str) -> None:
-        """The site's books have rows that cannot be given to samples, if there is a reason."""
-        if reason:
-            self.refused |= {book: self.refused.get(book, reason) for book in site.terms}
+        """The site's books have rows that cannot be given to samples."""
+        for book in site.terms:
+            self.refused.setdefault(book, reason)
 
     def of(
         self, site: Site, lead: Sequence[int], batch: Batch, seen: Sighting | None
