@@ -53,7 +53,7 @@ def make_blocks(rows: int, per_block: int) -> list[Block]:
 
 def info() -> RunInfo:
     """A run with one layer."""
-    from dualform.record.optimizers.sgd import SGDRule
+    from dualform.optimizers.sgd import SGDRule
 
     return RunInfo(
         books=(Book("fc.weight", (WIDTH, WIDTH), "float32"),),

@@ -16,13 +16,13 @@ import warnings
 from pathlib import Path
 
 import torch
-from tests.record.law import attribution_holds
-from tests.record.structures import STRUCTURES, Structure
+from tests.recording.law import attribution_holds
+from tests.recording.structures import STRUCTURES, Structure
 from torch.utils._pytree import tree_map_only
 
 import dualform
 from benchmarks.architectures import WORKLOADS, Training, Workload, sync
-from dualform.record.owners import Owners
+from dualform.owners import Owners
 
 STEPS = 1000
 

@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,20 +15,41 @@ import pytest
 import dualform
 
 SOURCE = Path(dualform.__file__).parent
-EVERYTHING = {"memory", "ledger", "record", "read", "attention", "explore", "evaluate", "testing"}
-EVERYTHING |= {"families", "studies", "demo", "cli"}
+EVERYTHING = {
+    "memory",
+    "ledger",
+    "recording",
+    "read",
+    "attention",
+    "explore",
+    "evaluate",
+    "testing",
+}
+EVERYTHING |= {
+    "layers",
+    "optimizers",
+    "owners",
+    "families",
+    "integrations",
+    "studies",
+    "demo",
+    "cli",
+}
 MAY_IMPORT = {
     "errors": set(),
     "memory": set(),
     "families": {"memory"},
     "ledger": set(),
-    "record": {"memory", "ledger"},
-    "read": {"memory", "ledger", "record.layers", "record.optimizers", "record.owners"},
+    "layers": {"memory", "ledger"},
+    "optimizers": {"memory"},
+    "owners": {"layers", "ledger"},
+    "recording": {"memory", "layers", "optimizers", "owners", "ledger"},
+    "read": {"memory", "layers", "optimizers", "owners", "ledger"},
     "attention": {"memory", "families"},
-    "integrations": {"record"},
+    "integrations": {"recording"},
     "explore": {"read", "ledger"},
     "evaluate": {"read"},
-    "testing": {"ledger", "record", "read"},
+    "testing": {"layers", "optimizers", "ledger", "recording", "read"},
     "studies": EVERYTHING,
     "demo": EVERYTHING,
     "cli": EVERYTHING,
@@ -83,7 +106,7 @@ def test_no_import_cycles() -> None:
 
 def public_names() -> list[tuple[str, object]]:
     """What the front door and the parts' own front doors offer."""
-    parts = ["", ".errors", ".memory", ".ledger", ".record", ".read", ".explore", ".testing"]
+    parts = ["", ".errors", ".memory", ".ledger", ".recording", ".read", ".explore", ".testing"]
     parts += [".integrations", ".evaluate", ".attention", ".attention.transformers"]
     parts += [".families", ".families.layers", ".families.fixed_points"]
     found: dict[int, tuple[str, object]] = {}
@@ -122,3 +145,46 @@ def test_every_package_is_found() -> None:
     """Folders without `__init__` would be left out of the wheel's tests."""
     found = {info.name for info in pkgutil.walk_packages([str(SOURCE)], "dualform.")}
     assert {f"dualform.{name}" for name in modules() if name} == found
+
+
+LOADS = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+print(*sorted({name.split(".")[1] for name in sys.modules if name.startswith("dualform.")}))
+"""
+
+
+def closure(part: str) -> set[str]:
+    """A part, and everything that the import table lets it load, directly or not."""
+    found, waiting = set(), [part]
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += [*MAY_IMPORT[name], "errors"]
+    return found
+
+
+@pytest.mark.parametrize("part", sorted(set(MAY_IMPORT) - {"", "__main__"}))
+def test_import_table_holds_for_what_is_loaded(part: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LOADS, f"dualform.{part}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert set(run.stdout.split()) <= closure(part)
+
+
+def test_the_front_door_loads_nothing() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LOADS, "dualform"], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == []
+
+
+def test_every_name_of_the_front_door_is_found() -> None:
+    for name in [*dualform.__all__, *dualform.PARTS]:
+        assert name in dir(dualform)
+        assert getattr(dualform, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'recrod'"):
+        dualform.recrod  # noqa: B018

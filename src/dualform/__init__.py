@@ -1,27 +1,39 @@
-"""dualform: every prediction, traced to the training that made it."""
+"""dualform: every prediction, traced to the training that made it.
+
+Names and parts are loaded when they are first touched, so that reading a run loads nothing of
+recording, and recording nothing of the explorer.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dualform import attention as attention
+    from dualform import evaluate as evaluate
+    from dualform import families as families
+    from dualform import studies as studies
+    from dualform import testing as testing
+    from dualform.errors import DualformError, DualformWarning
+    from dualform.explore import view
+    from dualform.memory import Memory
+    from dualform.read import (
+        Audit,
+        Explanation,
+        Influence,
+        Ranking,
+        Reading,
+        Removal,
+        Run,
+        Scores,
+        Spotlight,
+        Timeline,
+    )
+    from dualform.read import open_run as open
+    from dualform.recording import Recorder, describe, record
 
 __version__ = "0.1.0"
-
-from dualform import attention as attention
-from dualform import evaluate as evaluate
-from dualform import families as families
-from dualform.errors import DualformError, DualformWarning
-from dualform.explore import view
-from dualform.memory import Memory
-from dualform.read import (
-    Audit,
-    Explanation,
-    Influence,
-    Ranking,
-    Reading,
-    Removal,
-    Run,
-    Scores,
-    Spotlight,
-    Timeline,
-)
-from dualform.read import open_run as open
-from dualform.record import Recorder, describe, record
 
 __all__ = [
     "Audit",
@@ -43,3 +55,36 @@ __all__ = [
     "record",
     "view",
 ]
+
+PARTS = ("attention", "evaluate", "families", "studies", "testing")
+HOMES = {
+    "errors": ("DualformError", "DualformWarning"),
+    "explore": ("view",),
+    "memory": ("Memory",),
+    "read": (
+        *("Audit", "Explanation", "Influence", "Ranking", "Reading", "Removal"),
+        *("Run", "Scores", "Spotlight", "Timeline"),
+    ),
+    "recording": ("Recorder", "describe", "record"),
+}
+"""In which part each name is at home."""
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a part, or the part in which a name is at home, when it is first asked for."""
+    if name in PARTS:
+        return import_module(f"dualform.{name}")
+    if name == "open":
+        value = import_module("dualform.read").open_run
+    else:
+        home = next((home for home, names in HOMES.items() if name in names), None)
+        if home is None:
+            raise AttributeError(f"module 'dualform' has no attribute {name!r}")
+        value = getattr(import_module(f"dualform.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Everything that can be asked for, loaded or not."""
+    return sorted({*globals(), *__all__, *PARTS})

@@ -18,7 +18,7 @@ from dualform.errors import DualformError
 from dualform.explore import Exhibit, Query, write_report
 from dualform.read import Reading, Run, open_run
 from dualform.read.shown import signed
-from dualform.record import Recorder, record
+from dualform.recording import Recorder, record
 
 TRAIN = 1400
 EPOCHS = 12

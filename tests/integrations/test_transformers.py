@@ -24,7 +24,7 @@ from transformers import (
 import dualform
 from dualform.errors import RecordingEndedWarning, RecordingError
 from dualform.integrations.transformers import RecordCallback
-from dualform.record.tape import Tape
+from dualform.recording.tape import Tape
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 

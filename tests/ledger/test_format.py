@@ -14,8 +14,8 @@ from tests.ledger import format_rules
 from dualform.errors import LedgerError
 from dualform.ledger import LedgerWriter, RunInfo
 from dualform.ledger.format import FORMAT, MARKS
-from dualform.record.optimizers import RULES, StateRule, rule_named
-from dualform.record.optimizers.rule import ScalarRule, Transition
+from dualform.optimizers import RULES, StateRule, rule_named
+from dualform.optimizers.rule import ScalarRule, Transition
 
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text(encoding="utf-8")
 

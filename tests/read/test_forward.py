@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.ledger import Book, Ledger
+from dualform.optimizers import apply
 from dualform.read import forward
 from dualform.read.coefficients import Accounting
 from dualform.read.forward import Forward
 from dualform.read.replay import step_gradients
 from dualform.read.weights import initial_part
-from dualform.record.optimizers import apply
 
 STATEFUL = [name for name in OPTIMIZERS if not name.startswith("SGD")]
 STEPS = 9

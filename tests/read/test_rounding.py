@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import dualform
 from dualform.ledger import Ledger
+from dualform.optimizers import StateRule, apply
 from dualform.read.coefficients import Accounting
 from dualform.read.replay import replayed_gradients, step_gradients
 from dualform.read.rounding import is_rounded, kernel_dtype, seen_gradients
 from dualform.read.weights import balance, initial_part
-from dualform.record.optimizers import StateRule, apply
 
 STEPS, SIGNS = 6, [name for name in ("Rprop", "Lion") if name in OPTIMIZERS]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dualform.ledger import Term
 from dualform.memory.blocks import Bilinear, Functional, Sides
+from dualform.optimizers import Turned, apply
+from dualform.optimizers.operators import Basis
 from dualform.read.questions import through
 from dualform.read.turning import Later, Turning, can_turn
-from dualform.record.optimizers import Turned, apply
-from dualform.record.optimizers.operators import Basis
 
 
 def wide(*shape: int) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dualform.errors import RecordingError
-from dualform.record import Recorder
+from dualform.recording import Recorder
 
 Loader = TypeVar("Loader", bound=Iterable[Any])
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from dualform.errors import RecordingError
 from dualform.integrations.ids import Carried, Ids, is_indexed, naming
 from dualform.integrations.session import Session, resuming, started
-from dualform.record import Recorder
+from dualform.recording import Recorder
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

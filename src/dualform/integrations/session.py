@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from dualform.errors import RecordingError
-from dualform.record import Recorder, record
+from dualform.recording import Recorder, record
 
 
 class Session:

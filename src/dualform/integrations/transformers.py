@@ -15,7 +15,7 @@ from torch import nn
 from dualform.errors import RecordingError
 from dualform.integrations.ids import Ids, carry_in_place, check_loader, is_indexed
 from dualform.integrations.session import Session, resuming, started
-from dualform.record import Recorder
+from dualform.recording import Recorder
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

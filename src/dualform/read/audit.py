@@ -13,11 +13,11 @@ from rich.text import Text
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger
+from dualform.optimizers import BY_ROW, ScalarRule
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import Scan
 from dualform.read.shown import Shown, columns, framed, pandas_frame
 from dualform.read.weights import balance, gross_part
-from dualform.record.optimizers import BY_ROW, ScalarRule
 
 ROUNDING = "it changed by no more than rounding: the remainder is relative to what was added up"
 SUSPECT = 1e-6

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from dualform.record.layers import first_tensor, usual_axis
+from dualform.layers import first_tensor, usual_axis
 
 FEW, MOST = 4, 128
 """How many entries are tried along the dimension in question, and along the other."""

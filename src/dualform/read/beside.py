@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dualform.layers import Finder, LayerKind, Rows, Seen, Watching
 from dualform.ledger import Ledger, Term
 from dualform.memory.blocks import as_matrix
 from dualform.read.questions import term_output
-from dualform.record.layers import Finder, LayerKind, Rows, Seen, Watching
 
 PRODUCTS = frozenset(
     {

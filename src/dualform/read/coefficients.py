@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger
-from dualform.read.replay import Replay, spans_of
-from dualform.record.optimizers import (
+from dualform.optimizers import (
     BY_ROW,
     OBSERVED,
     Coefficients,
@@ -26,6 +25,7 @@ from dualform.record.optimizers import (
     plus,
     rule_named,
 )
+from dualform.read.replay import Replay, spans_of
 
 Numbers: TypeAlias = Tensor
 """(T + 1,): the coefficient of a row by its step's number, its factor included."""

@@ -13,11 +13,11 @@ from torch import Tensor
 from dualform.ledger import Book, Ledger
 from dualform.ledger.samples import Label, SampleId
 from dualform.memory.blocks import Bilinear, Functional, as_matrix
+from dualform.optimizers import Operator, Turned
 from dualform.read.coefficients import Accounting, Span
 from dualform.read.questions import functional, through
 from dualform.read.scan import Chunk, Scan, row_sides
 from dualform.read.turning import Turning, can_turn
-from dualform.record.optimizers import Operator, Turned
 
 Question: TypeAlias = Functional | Bilinear
 Turnings: TypeAlias = dict[tuple[str, str], Turning]

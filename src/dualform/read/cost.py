@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dualform.ledger import Book, Stream, Term
+from dualform.optimizers import ScalarRule
 from dualform.read.coefficients import Accounting
 from dualform.read.grouped import Grouping
 from dualform.read.matrix import COLUMN_BYTES
 from dualform.read.scan import Scan
-from dualform.record.optimizers import ScalarRule
 
 OPERATIONS_A_BYTE = 10
 """How many operations a processor does in the time in which it moves a byte."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dualform.ledger import Book
 from dualform.ledger.format import BUFFER
+from dualform.optimizers import BY_ROW, Hyper, StateRule, Value, added, as_tensor
 from dualform.read.coefficients import Accounting
 from dualform.read.replay import Moment, kept_moment, replayed_gradients, step_gradients
-from dualform.record.optimizers import BY_ROW, Hyper, StateRule, Value, added, as_tensor
 
 BLOCK = 1 << 15
 """So many elements are replayed at a time by each core of a processor: they fit its cache."""

@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import ReadingError
-from dualform.ledger import Stream, Term
-from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
-from dualform.read.grouped import Region, add_segments
-from dualform.read.targets import Asked, Parameters
-from dualform.record.layers import (
+from dualform.layers import (
     Finder,
     Rows,
     Seen,
@@ -35,6 +31,10 @@ from dualform.record.layers import (
     sample_major,
     when_errors_come,
 )
+from dualform.ledger import Stream, Term
+from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
+from dualform.read.grouped import Region, add_segments
+from dualform.read.targets import Asked, Parameters
 
 PENDING_BYTES = 64 << 20
 """How many bytes of rows are kept before they are added up."""

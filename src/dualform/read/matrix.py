@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Term
 from dualform.memory.blocks import Sides, as_matrix, from_matrix, through_views
+from dualform.optimizers import Operator, ScalarRule
 from dualform.read.coefficients import Accounting, Span
 from dualform.read.columns import Columns, shape_of
 from dualform.read.grouped import (
@@ -35,7 +36,6 @@ from dualform.read.matrixwise import Matrixwise
 from dualform.read.scan import Chunk, Scan, row_sides
 from dualform.read.turning import Chain, Later
 from dualform.read.visits import Reused, Visits
-from dualform.record.optimizers import Operator, ScalarRule
 
 COLUMN_BYTES = 256 << 20
 """How large the columns that are held at a time may be."""

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix, through_views
+from dualform.optimizers import Modewise, Operator, Sided, Turned
 from dualform.read.grouped import Region
-from dualform.record.optimizers import Modewise, Operator, Sided, Turned
 
 
 class Matrixwise:

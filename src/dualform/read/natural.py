@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Book
-from dualform.read.coefficients import Accounting
-from dualform.read.columns import Columns
-from dualform.read.cost import work_of
-from dualform.read.grouped import Grouping
-from dualform.read.matrix import Contributions, by_blocks
-from dualform.read.replay import Moment, kept_moment, step_gradients
-from dualform.read.rowwise import row_sums
-from dualform.read.visits import Visits
-from dualform.record.optimizers import (
+from dualform.optimizers import (
     BY_ROW,
     Modewise,
     Operator,
@@ -33,6 +25,14 @@ from dualform.record.optimizers import (
     plus,
     times,
 )
+from dualform.read.coefficients import Accounting
+from dualform.read.columns import Columns
+from dualform.read.cost import work_of
+from dualform.read.grouped import Grouping
+from dualform.read.matrix import Contributions, by_blocks
+from dualform.read.replay import Moment, kept_moment, step_gradients
+from dualform.read.rowwise import row_sums
+from dualform.read.visits import Visits
 
 MOMENTS = 8
 """At how many of the kept steps the optimizer's memory is looked at."""
@@ -204,7 +204,7 @@ class Natural:
 def in_the_end(step: Step) -> Operator:
     """`n_W + n_b M_Wb / (1 − M_bb)`: what becomes of a gradient if all further steps are alike.
 
-    >>> from dualform.record.optimizers import Transition
+    >>> from dualform.optimizers import Transition
     >>> in_the_end(Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0)))
     -0.2
     """

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import ModelMismatchError, ReadingError
-from dualform.ledger import Declaration, Ledger, Stream
-from dualform.ledger.samples import SampleId
-from dualform.read.axes import query_axis
-from dualform.read.beside import Beside, OutputWatching, beside_rows
-from dualform.read.questions import layer_output
-from dualform.read.scan import RowColumns, widen
-from dualform.record.layers import (
+from dualform.layers import (
     Finder,
     Rows,
     Seen,
@@ -33,7 +27,13 @@ from dualform.record.layers import (
     stream_name,
     tensors_in,
 )
-from dualform.record.owners import Sighting, Trial
+from dualform.ledger import Declaration, Ledger, Stream
+from dualform.ledger.samples import SampleId
+from dualform.owners import Sighting, Trial
+from dualform.read.axes import query_axis
+from dualform.read.beside import Beside, OutputWatching, beside_rows
+from dualform.read.questions import layer_output
+from dualform.read.scan import RowColumns, widen
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
 

@@ -18,7 +18,7 @@ from dualform.memory.blocks import (
     matrix_shape,
     through_views,
 )
-from dualform.record.optimizers import Modewise, Operator, Sided, Turned, along
+from dualform.optimizers import Modewise, Operator, Sided, Turned, along
 
 
 def layer_output(

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger
 from dualform.ledger.format import BUFFER, STATE
-from dualform.read.rounding import is_rounded, seen_gradients
-from dualform.read.scan import Chunk, Scan, row_sides, rows_total
-from dualform.record.optimizers import (
+from dualform.optimizers import (
     BY_ROW,
     STILL,
     History,
@@ -31,6 +29,8 @@ from dualform.record.optimizers import (
     times,
     walk_back,
 )
+from dualform.read.rounding import is_rounded, seen_gradients
+from dualform.read.scan import Chunk, Scan, row_sides, rows_total
 
 SPAN_BYTES = 256 << 20
 """How much the transitions of one span may take, unless a span of √T steps takes more."""

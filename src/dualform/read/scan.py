@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError
+from dualform.layers import expand, positions
 from dualform.ledger import Book, Ledger, Stream, Term
 from dualform.ledger.reader import Commit
 from dualform.memory.blocks import Sides, from_matrix, matrix_shape
 from dualform.read.progress import LateProgress
-from dualform.record.layers import expand, positions
 
 CHUNK_BYTES = 16 << 20
 

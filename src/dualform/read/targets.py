@@ -15,9 +15,9 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dualform.errors import ReadingError
+from dualform.layers import first_tensor
 from dualform.read.axes import query_axis, select
 from dualform.read.queries import arguments
-from dualform.record.layers import first_tensor
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 Target: TypeAlias = (

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from dualform.ledger import Term
 from dualform.memory.blocks import Bilinear, Functional, Sides, matrix_shape
-from dualform.record.optimizers import Operator, Turned, along
-from dualform.record.optimizers.operators import Basis, same_basis
+from dualform.optimizers import Operator, Turned, along
+from dualform.optimizers.operators import Basis, same_basis
 
 KEPT = 1 << 26
 """How many numbers questions may have together, one for each element of the parameter, to be kept

@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dualform.layers import expand, positions
 from dualform.ledger import Ledger, Stream
 from dualform.ledger.tensors import Entry, TensorFile
 from dualform.read.scan import RowColumns, widen
-from dualform.record.layers import expand, positions
 
 GATHERED_BYTES = 512 << 20
 """How many bytes of records are gathered at a time."""

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from dualform.ledger import Book, Term
 from dualform.ledger.format import BUFFER
+from dualform.optimizers import ScalarRule, apply
 from dualform.read.coefficients import Accounting
 from dualform.read.forward import Forward
 from dualform.read.replay import chosen
 from dualform.read.scan import Chunk, Scan, row_sides, rows_total
-from dualform.record.optimizers import ScalarRule, apply
 
 
 def initial_part(accounting: Accounting, book: Book) -> Tensor:

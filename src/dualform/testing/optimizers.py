@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dualform.optimizers import Rule
 from dualform.read import open_run
-from dualform.record.optimizers import Rule
 from dualform.testing.layers import TOLERANCE
 from dualform.testing.training import Loop, train
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.read import Run, open_run
-from dualform.record import Recorder, record
+from dualform.recording import Recorder, record
 
 
 @dataclass(frozen=True)

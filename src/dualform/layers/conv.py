@@ -1,0 +1,277 @@
+"""Convolutions: a record is a sample's whole input, and its rows are the patches in it.
+
+What is stored is what the layer saw; the patches, several times as large, are unfolded when they
+are needed. A transposed convolution is an ordinary one over an input with zeros put in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+
+from dualform.layers.derived import Spectral, derived_use, made_of, spectral_use
+from dualform.layers.use import (
+    Finder,
+    Found,
+    Function,
+    LayerKind,
+    Seen,
+    Site,
+    Together,
+    Use,
+    book_terms,
+    named,
+    place,
+)
+from dualform.ledger import Stream
+from dualform.memory.blocks import by_group, from_matrix
+
+
+class Conv(LayerKind):
+    """`F.conv1d/2d/3d` with every stride, padding, dilation and number of groups.
+
+    >>> F.conv2d in Conv.functions
+    True
+    """
+
+    functions = (F.conv1d, F.conv2d, F.conv3d)
+    names = "input weight bias stride padding dilation groups"
+
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> Seen | None:
+        """Keys are the inputs, unpadded."""
+        given = named(args, kwargs, self.names, stride=1, padding=0, dilation=1, groups=1)
+        kernel = list(given["weight"].shape[2:])
+        dilation = _each(given["dilation"], len(kernel))
+        geometry = {
+            "kernel": kernel,
+            "stride": _each(given["stride"], len(kernel)),
+            "dilation": dilation,
+            "groups": int(given["groups"]),
+            "padding": _padding(given["padding"], kernel, dilation),
+        }
+        return _conv_use(find, func, given, geometry, out, swapped=False)
+
+
+class ConvTranspose(LayerKind):
+    """`F.conv_transpose1d/2d/3d`.
+
+    >>> F.conv_transpose2d in ConvTranspose.functions
+    True
+    """
+
+    functions = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+    names = "input weight bias stride padding output_padding groups dilation"
+
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> Seen | None:
+        """Keys are the inputs; zeros are put in between when patches are unfolded."""
+        defaults = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+        given = named(args, kwargs, self.names, **defaults)
+        kernel = list(given["weight"].shape[2:])
+        names = ("dilation", "padding", "output_padding", "stride")
+        dilation, padding, extra, stride = (_each(given[name], len(kernel)) for name in names)
+        reach = [d * (k - 1) - p for d, k, p in zip(dilation, kernel, padding, strict=True)]
+        geometry = {
+            "kernel": kernel,
+            "stride": [1] * len(kernel),
+            "dilation": dilation,
+            "groups": int(given["groups"]),
+            "padding": [[r, r + e] for r, e in zip(reach, extra, strict=True)],
+            "stuffing": stride,
+        }
+        return _conv_use(find, func, given, geometry, out, swapped=True)
+
+
+def _conv_use(
+    find: Finder,
+    func: Function,
+    given: dict[str, Any],
+    geometry: dict[str, Any],
+    out: Tensor,
+    swapped: bool,
+) -> Seen | None:
+    """Whichever of weight and bias are trained; a weight may be computed from parameters."""
+    W, b = find(given["weight"]), find(given["bias"])
+    x, dims, groups = given["input"], len(geometry["kernel"]) + 1, geometry["groups"]
+    given["input"] = x = x if x.ndim > dims else x[None]
+    if W is not None or not find.computes:
+        return _patches_use(find, W, b, x, geometry, out, swapped)
+    made = made_of(find, given["weight"], "swapped" if swapped else "rows", groups)
+    if isinstance(made, Spectral):
+
+        def shares(error: Tensor) -> Tensor:
+            again: Tensor = func(**{**given, "bias": None})
+            return (error.reshape(again.shape) * again).flatten(1).sum(1, keepdim=True)
+
+        use = _patches_use(find, made.original, b, x, geometry, out, swapped, made.sigma)
+        return Together.of(use, spectral_use(find, made, out, x.shape[:1], groups, shares))
+    use = _patches_use(find, None, b, x, geometry, out, swapped)
+    if made is None:
+        return use
+
+    def gradients(error: Tensor) -> Tensor:
+        error = error if error.ndim > dims else error[None]
+        return _by_sample(x.detach(), error, geometry, given["weight"].shape, swapped)
+
+    return Together.of(use, derived_use(find, made, out, len(x), gradients))
+
+
+def _patches_use(
+    find: Finder,
+    W: Found | None,
+    b: Found | None,
+    x: Tensor,
+    geometry: dict[str, Any],
+    out: Tensor,
+    swapped: bool,
+    divisor: Tensor | None = None,
+) -> Use | None:
+    first = W or b
+    if first is None:
+        return None
+    dims = len(geometry["kernel"]) + 1
+    key = (place(W), place(b), repr(geometry), x.shape[1:])
+
+    def build() -> Site:
+        terms = book_terms(W, b, swapped=swapped, groups=geometry["groups"])
+        return Site(first.label, terms, dims, dims, {"kind": "patches", **geometry}, axis=0)
+
+    site = find.site(key, build)
+    if site is None:
+        return None
+    keys = x if divisor is None else lambda: x.detach() / divisor
+    return Use(site, out, keys, None if out.ndim > dims else lambda error: error[None])
+
+
+def _by_sample(
+    x: Tensor, error: Tensor, geometry: dict[str, Any], shape: Sequence[int], swapped: bool
+) -> Tensor:
+    """(samples, *shape): the gradient of the weight, sample by sample."""
+    stream = Stream("", tuple(x.shape[1:]), tuple(error.shape[1:]), {"kind": "patches", **geometry})
+    groups, view = geometry["groups"], "swapped" if swapped else "rows"
+    seen, errors = patches(stream, x), at_positions(stream, error)
+    split = [t.reshape(*t.shape[:2], groups, -1) for t in (errors, seen)]
+    matrices = torch.einsum("npgo,npgi->ngoi", *split).flatten(1, 2)
+    return torch.stack([from_matrix(m, tuple(shape), view, groups) for m in matrices])
+
+
+def _each(value: Any, dims: int) -> list[int]:
+    """One number for each dimension."""
+    listed = [int(v) for v in value] if isinstance(value, Sequence) else [int(value)]
+    return listed * dims if len(listed) == 1 else listed
+
+
+def _padding(padding: Any, kernel: list[int], dilation: list[int]) -> list[list[int]]:
+    """What is added before and after, for each dimension; "same" adds an odd one after."""
+    if padding == "valid":
+        return [[0, 0] for _ in kernel]
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return [[total // 2, total - total // 2] for total in totals]
+    return [[p, p] for p in _each(padding, len(kernel))]
+
+
+def patches(stream: Stream, records: Tensor) -> Tensor:
+    """(records, positions, channels × kernel): what each output position saw.
+
+    >>> import torch
+    >>> layout = dict(kernel=[2], stride=[1], dilation=[1], groups=1, padding=[[0, 0]])
+    >>> line = Stream("conv", (1, 4), (1, 3), dict(kind="patches", **layout))
+    >>> patches(line, torch.tensor([[1.0, 2.0, 3.0, 4.0]])).tolist()
+    [[[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]]
+    """
+    layout = stream.layout
+    x = _prepared(stream, records)
+    spans = zip(layout["kernel"], layout["stride"], layout["dilation"], strict=True)
+    for axis, (kernel, stride, dilation) in enumerate(spans, start=2):
+        x = x.unfold(axis, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+    dims = len(layout["kernel"])
+    if "stuffing" in layout:
+        x = x.flip(list(range(2 + dims, 2 + 2 * dims)))
+    return x.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
+
+
+def _prepared(stream: Stream, records: Tensor) -> Tensor:
+    """The inputs with zeros put in between and around."""
+    x, layout = records.reshape(-1, *stream.keys), stream.layout
+    if "stuffing" in layout:
+        x = _stuff(x, layout["stuffing"])
+    return F.pad(x, [p for pair in reversed(layout["padding"]) for p in pair])
+
+
+def _stuff(x: Tensor, stuffing: list[int]) -> Tensor:
+    sizes = [s * (n - 1) + 1 for s, n in zip(stuffing, x.shape[2:], strict=True)]
+    stuffed = x.new_zeros(*x.shape[:2], *sizes)
+    every: list[Any] = [slice(None, None, s) for s in stuffing]
+    stuffed[(..., *every)] = x
+    return stuffed
+
+
+def at_positions(stream: Stream, records: Tensor) -> Tensor:
+    """(records, positions, channels): values of a convolution, position by position.
+
+    >>> import torch
+    >>> at_positions(Stream("conv", (1, 4), (2, 3)), torch.arange(6.0)[None]).shape
+    torch.Size([1, 3, 2])
+    """
+    return records.reshape(len(records), stream.values[0], -1).movedim(1, 2)
+
+
+def gradient_row(stream: Stream, records: Tensor, values: Tensor, channel: int) -> Tensor:
+    """(channels × kernel,): the rows' sum for one output channel, found without unfolding.
+
+    >>> import torch
+    >>> layout = dict(kernel=[2], stride=[1], dilation=[1], groups=1, padding=[[0, 0]])
+    >>> line = Stream("conv", (1, 4), (1, 3), dict(kind="patches", **layout))
+    >>> gradient_row(line, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.ones(1, 3), 0)
+    tensor([6., 9.])
+    """
+    layout, dims = stream.layout, len(stream.keys) - 1
+    width = stream.keys[0] // layout["groups"]
+    first = channel * layout["groups"] // stream.values[0] * width
+    errors = values.reshape(-1, *stream.values)[:, channel : channel + 1]
+    weight = (conv1d_weight, conv2d_weight, conv3d_weight)[dims - 1]
+    found: Tensor = weight(  # type: ignore[no-untyped-call]
+        _prepared(stream, records)[:, first : first + width],
+        (1, width, *layout["kernel"]),
+        errors,
+        stride=layout["stride"],
+        dilation=layout["dilation"],
+    )
+    if "stuffing" in layout:
+        found = found.flip(list(range(2, 2 + dims)))
+    return found.flatten()
+
+
+def responses(stream: Stream, records: Tensor, vectors: Tensor) -> Tensor:
+    """(rows, groups, vectors): each patch times some vectors, found without unfolding.
+
+    >>> import torch
+    >>> layout = dict(kernel=[2], stride=[1], dilation=[1], groups=1, padding=[[0, 0]])
+    >>> line = Stream("conv", (1, 4), (1, 3), dict(kind="patches", **layout))
+    >>> responses(line, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.ones(2, 1)).flatten()
+    tensor([3., 5., 7.])
+    """
+    layout, dims = stream.layout, len(stream.keys) - 1
+    groups = layout["groups"]
+    kernel = vectors.T.reshape(-1, stream.keys[0] // groups, *layout["kernel"])
+    if "stuffing" in layout:
+        kernel = kernel.flip(list(range(2, 2 + dims)))
+    convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    out = convolve(
+        _prepared(stream, records),
+        kernel.repeat(groups, *[1] * (dims + 1)),
+        stride=layout["stride"],
+        dilation=layout["dilation"],
+        groups=groups,
+    )
+    found: Tensor = by_group(out.flatten(2), groups).permute(0, 3, 1, 2).flatten(0, 1)
+    return found

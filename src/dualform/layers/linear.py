@@ -1,0 +1,155 @@
+"""`y = W x + b`: the keys are the inputs, the values the errors at the output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualform.layers.derived import (
+    Derived,
+    Spectral,
+    derived_use,
+    made_of,
+    spectral_use,
+)
+from dualform.layers.letters import matmul_letters
+from dualform.layers.product import product_use
+from dualform.layers.use import (
+    Finder,
+    Found,
+    Function,
+    LayerKind,
+    Seen,
+    Site,
+    Together,
+    Use,
+    book_terms,
+    named,
+    place,
+)
+
+
+class Linear(LayerKind):
+    """`F.linear(x, W, b)`, and with it `nn.Linear`, attention's projections and LoRA.
+
+    >>> F.linear in Linear.functions
+    True
+    """
+
+    functions = (F.linear,)
+
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> Seen | None:
+        """Keys are the inputs as they are; a weight may be computed from parameters."""
+        if not find.computes:
+            return matrix_use(find, out, False, *args, **kwargs)
+        given = named(args, kwargs, "input weight bias")
+        made = None if find(given["weight"]) else made_of(find, given["weight"])
+        if made is None:
+            return matrix_use(find, out, False, **given)
+        if isinstance(made, Spectral):
+            return _spectral_use(find, made, out, **given)
+        return _derived_use(find, made, out, **given)
+
+
+class MatrixProduct(LayerKind):
+    """`x @ W` and `b + x @ W`: weights whose second dimension counts the outputs.
+
+    >>> torch.addmm in MatrixProduct.functions
+    True
+    """
+
+    functions = (
+        torch.matmul,
+        torch.mm,
+        torch.addmm,
+        torch.Tensor.matmul,
+        torch.Tensor.mm,
+        torch.Tensor.addmm,
+        torch.Tensor.__matmul__,
+        torch.Tensor.__rmatmul__,
+    )
+
+    def use(
+        self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> Seen | None:
+        """The parameter may stand on either side; from the left it acts on columns."""
+        bias = None
+        if "addmm" in func.__name__:
+            if kwargs.get("alpha", 1) != 1 or kwargs.get("beta", 1) != 1:
+                return None
+            bias, *args = args
+        if len(args) != 2:
+            return None
+        x, weight = args if func is not torch.Tensor.__rmatmul__ else reversed(args)
+        if find(weight) is not None and weight.ndim == 2:
+            return matrix_use(find, out, True, x, weight, bias)
+        if find(x) is not None and x.ndim == 2 and weight.ndim > 1 and bias is None:
+            found = matrix_use(find, out, False, weight.mT, x)
+            return found and Use(found.site, out, weight.mT, lambda error: error.mT)
+        if bias is not None or not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
+            return None
+        return product_use(find, matmul_letters(x.ndim, weight.ndim), (x, weight), out)
+
+
+def matrix_use(
+    find: Finder, out: Any, swapped: bool, input: Any, weight: Any, bias: Any = None
+) -> Use | None:
+    """A matrix product with a weight, whichever of weight and bias are trained."""
+    return _use(find, out, swapped, input, find(weight), find(bias))
+
+
+def _use(
+    find: Finder,
+    out: Any,
+    swapped: bool,
+    input: Any,
+    W: Found | None,
+    b: Found | None,
+    divisor: Tensor | None = None,
+) -> Use | None:
+    first = W or b
+    if first is None or not isinstance(input, Tensor):
+        return None
+    key = (swapped, place(W), place(b), find.axis)
+    site = find.site(
+        key, lambda: Site(first.label, book_terms(W, b, swapped=swapped), axis=find.axis)
+    )
+    if site is None:
+        return None
+    if W is None:
+        return Use(site, out, lambda: input[..., :0])  # an offset needs no keys
+    return Use(site, out, input if divisor is None else lambda: input.detach() / divisor)
+
+
+def _spectral_use(
+    find: Finder, made: Spectral, out: Tensor, input: Tensor, weight: Tensor, bias: Any
+) -> Seen | None:
+    """A matrix product with `P / σ`, and the rows that come of σ."""
+
+    def shares(error: Tensor) -> Tensor:
+        return (error * F.linear(input, weight)).sum(-1, keepdim=True)
+
+    use = _use(find, out, False, input, made.original, find(bias), made.sigma)
+    return Together.of(use, spectral_use(find, made, out, out.shape[:-1], 1, shares))
+
+
+def _derived_use(
+    find: Finder, made: Derived, out: Tensor, input: Tensor, weight: Tensor, bias: Any
+) -> Seen | None:
+    """A matrix product with a computed weight: samples are told apart by the first dimension."""
+    axis = find.axis or 0
+    samples = input.shape[axis] if input.ndim > 1 else 1
+
+    def gradients(error: Tensor) -> Tensor:
+        e, x = (t.movedim(axis, 0) if t.ndim > 1 else t[None] for t in (error, input.detach()))
+        e, x = (t.reshape(samples, -1, t.shape[-1]) for t in (e, x))
+        return e.mT @ x
+
+    of_weight = derived_use(find, made, out, samples, gradients)
+    return Together.of(matrix_use(find, out, False, input, None, bias), of_weight)

@@ -1,0 +1,81 @@
+"""Recurrent layers, whose fused kernels hide the errors of each time step: they are recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualform.layers.unroll import Call, rows_of
+from dualform.layers.use import (
+    Finder,
+    Function,
+    Inside,
+    LayerKind,
+    Rows,
+    Site,
+    book_terms,
+    place,
+)
+
+
+class Recurrent(LayerKind):
+    """`nn.LSTM`, `nn.GRU`, `nn.RNN` and their cells: one stream for each of their matrices.
+
+    >>> torch.lstm in Recurrent.functions
+    True
+    """
+
+    functions = (
+        torch.lstm,
+        torch.gru,
+        torch.rnn_tanh,
+        torch.rnn_relu,
+        torch.lstm_cell,
+        torch.gru_cell,
+        torch.rnn_tanh_cell,
+        torch.rnn_relu_cell,
+    )
+
+    def see(
+        self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, RecurrentUse | None]:
+        """Rows for every matrix; dropout between layers starts from the random state before."""
+        call = find.guard(Call.of, func, args, kwargs)
+        out = func(*args, **kwargs)
+        if call is None or not call.replayable:
+            return out, None  # dropout drawn inside a fused kernel
+        return out, RecurrentUse(find, call, out if isinstance(out, tuple) else (out,))
+
+
+class RecurrentUse:
+    """One call of a recurrent layer."""
+
+    def __init__(self, find: Finder, call: Call, outputs: tuple[Tensor, ...]) -> None:
+        self._find, self._call, self.outputs = find, call, outputs
+        self._order = find.order
+
+    def let_go(self) -> None:
+        """Forgets the outputs: a hook on their graph must not keep that graph alive."""
+        self.outputs = ()
+
+    def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
+        """Keys of every matrix, and values where errors are given; batch first."""
+        for found in rows_of(self._call, errors):
+            site = self._site(found.weight, found.bias)
+            if site is not None:
+                values = None if found.values is None else self._in_order(found.values)
+                yield Rows(site, self._in_order(found.keys), values)
+
+    def _in_order(self, rows: Tensor) -> Tensor:
+        return rows if self._order is None else rows[self._order]
+
+    def _site(self, weight: Tensor, bias: Tensor | None) -> Site | None:
+        W, b = self._find(weight), self._find(bias)
+        first = W or b
+        if first is None:
+            return None
+        key = ("recurrent", place(W), place(b))
+        return self._find.site(key, lambda: Site(first.label, book_terms(W, b), axis=0))

@@ -1,0 +1,228 @@
+"""Seeing a model's torch calls as uses of its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from dualform.layers.use import Finder, Function, LayerKind, Seen, Use
+from dualform.ledger.format import ROOT
+
+
+class Hook(partial[None]):
+    """A module's hook that stays behind: a copy of the module has one that does nothing instead.
+
+    So a model that is copied or saved inside the loop takes nothing of the recorder with it, and
+    files can be loaded where there is no dualform.
+
+    >>> import copy
+    >>> calls = []
+    >>> hook = Hook(lambda module, args: calls.append(args))
+    >>> hook(None, (1,)); copy.deepcopy(hook)(None, (2,)); calls
+    [(1,)]
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes anything, and gives None
+
+
+class Watching(TorchFunctionMode):
+    """While it is entered, every call that uses a known parameter is handed to `take`."""
+
+    def __init__(
+        self, find: Finder, kinds: Mapping[Function, LayerKind], take: Callable[[Seen], None]
+    ) -> None:
+        super().__init__()
+        self._find, self._kinds, self._take = find, kinds, take
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Makes the call, and looks at it if its function belongs to a kind."""
+        kind = self._kinds.get(func)
+        if kind is None:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        out, use = kind.see(self._find, self._inside, func, args, kwargs or {})
+        if use is not None:
+            self._take(use)
+        return out
+
+    def _inside(self, func: Function, args: Any, kwargs: Any, axis: int) -> Any:
+        """Runs a function with the calls inside it being watched."""
+        before, self._find.axis = self._find.axis, axis
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            self._find.axis = before
+
+
+def when_errors_come(
+    use: Seen, action: Callable[[Sequence[Tensor | None]], None]
+) -> RemovableHandle | None:
+    """Hangs an action on the graph, for when the errors of a use are known.
+
+    The hook is on the node, not on the tensor, which may yet be changed in place. A hook on several
+    outputs holds their graph, which holds the hook, so the handle is to be removed in the end.
+    """
+    outputs = use.outputs
+    use.let_go()
+    if len(outputs) == 1:
+        node = outputs[0].grad_fn
+        return None if node is None else node.register_prehook(action)
+    if all(out.grad_fn is None for out in outputs):
+        return None
+    return torch.autograd.graph.register_multi_grad_hook(outputs, action)
+
+
+def is_single(use: Seen) -> bool:
+    """Whether a matrix, or a convolution, is used on a single sample without a dimension for it."""
+    if not isinstance(use, Use) or use.output is None:
+        return False
+    first = next(iter(use.site.terms.values()))
+    return first.form == "outer" and use.output.ndim == use.site.value_dims
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Whether TorchScript runs the module, whose calls cannot be seen.
+
+    >>> is_scripted(nn.Linear(2, 2))
+    False
+    """
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def shared_labels(model: nn.Module, find: Finder) -> list[RemovableHandle]:
+    """Hooks that note under which of its names a shared parameter is being used."""
+    owners = dict(model.named_modules(remove_duplicate=False))
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [
+        _note(owner, find, shared[0], name)
+        for shared in names.values()
+        if len(shared) > 1
+        for name in shared
+        if not is_scripted(owner := owners[name.rpartition(".")[0]])
+    ]
+
+
+def _note(owner: nn.Module, find: Finder, book: str, name: str) -> RemovableHandle:
+    def note(module: nn.Module, args: Any) -> None:
+        find.labels[book] = name
+
+    return owner.register_forward_pre_hook(Hook(note))
+
+
+def packing_order(model: nn.Module, find: Finder) -> list[RemovableHandle]:
+    """Hooks that note how packed sequences, which are sorted by length, go back in order."""
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        packed = args and isinstance(args[0], PackedSequence)
+        find.order = args[0].unsorted_indices if packed else None
+
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    return [layer.register_forward_pre_hook(Hook(note)) for layer in layers]
+
+
+def usual_axis(model: nn.Module) -> int:
+    """Which dimension counts samples where shapes leave it open: 1 if layers take time first.
+
+    >>> usual_axis(nn.Linear(2, 2)), usual_axis(nn.LSTM(2, 2))
+    (0, 1)
+    """
+    kinds = (nn.RNNBase, nn.MultiheadAttention)
+    first = [module.batch_first for module in model.modules() if isinstance(module, kinds)]
+    return int(bool(first) and not any(first))
+
+
+def first_tensor(given: Any) -> Tensor | None:
+    """The first tensor with a dimension in nested arguments.
+
+    >>> import torch
+    >>> first_tensor(({"x": torch.zeros(4, 3)}, 5)).shape
+    torch.Size([4, 3])
+    """
+    return next(tensors_in(given), None)
+
+
+def tensors_in(given: Any) -> Iterator[Tensor]:
+    """All tensors with a dimension in nested arguments, in order.
+
+    >>> import torch
+    >>> [len(tensor) for tensor in tensors_in((torch.zeros(4), [5, {"y": torch.zeros(2)}]))]
+    [4, 2]
+    """
+    if isinstance(given, Tensor):
+        if given.ndim:
+            yield given
+    elif isinstance(given, tuple | list | dict | Mapping) and not isinstance(given, PackedSequence):
+        for part in given if isinstance(given, tuple | list) else given.values():
+            yield from tensors_in(part)
+
+
+def arrangement(
+    lead: tuple[int, ...], samples: int, axis: int | None, folded: bool, usual: int = 0
+) -> int | None:
+    """How many neighboring rows a shape proposes for each sample; None where it proposes nothing.
+
+    Several positions may be folded into the first dimension, sample by sample (or position by
+    position, where `usual` or `axis` says that samples come second).
+
+    >>> arrangement((8, 5), 8, None, True), arrangement((5, 8), 8, None, True)
+    (5, 1)
+    >>> arrangement((40,), 8, None, True), arrangement((1, 5), 8, None, True)
+    (5, None)
+    """
+    rows = math.prod(lead)
+    if not lead or samples == 0:
+        return rows if samples == 1 else None
+    wanted = usual if axis is None else axis
+    if axis is None and lead[0] == samples and not (usual and len(lead) > 1 and lead[1] == samples):
+        return rows // samples
+    if len(lead) > 1 and lead[1] == samples and (wanted == 1 or lead[0] > 1) and axis != 0:
+        return math.prod(lead[2:])
+    fits = lead[0] % samples == 0 and (folded or lead[0] == samples)
+    if not fits:
+        return None
+    return 1 if wanted == 1 and len(lead) == 1 else rows // samples
+
+
+def sample_major(slots: Tensor, samples: int, stretch: int, dims: int) -> Tensor:
+    """(slots × rows, …): slots whose rows are brought into the order of samples, then flattened.
+
+    `stretch` is how many neighboring rows belong to one sample.
+
+    >>> import torch
+    >>> slots = torch.arange(6).reshape(1, 3, 2, 1)  # one slot: 3 positions, 2 samples
+    >>> sample_major(slots, 2, stretch=1, dims=1).flatten()
+    tensor([0, 2, 4, 1, 3, 5])
+    """
+    cut = slots.ndim - dims
+    rows, width = math.prod(slots.shape[1:cut]), math.prod(slots.shape[cut:])
+    around = rows // max(1, samples * stretch)
+    if around > 1:
+        slots = slots.reshape(len(slots), around, samples, stretch, width).transpose(1, 2)
+    return slots.reshape(len(slots) * rows, width)
+
+
+def stream_name(label: str) -> str:
+    """What a stream is called: its layer, or its parameter where that has a name of its own.
+
+    >>> [stream_name(n) for n in ("fc.weight", "attn.in_proj_weight", "rnn.weight_ih_l0", "cls")]
+    ['fc', 'attn.in_proj', 'rnn.ih_l0', 'cls']
+    """
+    owner, _, name = label.rpartition(".")
+    if name in ("weight", "bias"):
+        return owner or ROOT
+    short = name.removesuffix("_weight").removeprefix("weight_")
+    return f"{owner}.{short}" if owner else short

@@ -1,0 +1,58 @@
+"""The options of a group as numbers, and the numbers of a step as torch computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualform.optimizers.rule import Hyper, State
+
+
+def flat(group: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """A group's options with `betas` taken apart; `more` is for what older versions lack.
+
+    `double` says whether torch keeps the numbers of its state in float64.
+
+    >>> flat({"lr": 0.1, "betas": (0.9, 0.99)}, maximize=False)["beta2"]
+    0.99
+    """
+    betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+    double = torch.get_default_dtype() == torch.float64
+    return {**more, **group, **betas, "double": double}
+
+
+def count(state: State) -> float:
+    """Which step this is to the optimizer, counted from 1.
+
+    >>> count({}), count({"step": torch.tensor(4.0)})
+    (1.0, 5.0)
+    """
+    return float(state.get("step", 0.0)) + 1
+
+
+def kept(number: float) -> Tensor:
+    """A number as a rule's state keeps it."""
+    return torch.tensor(number, dtype=torch.float64)
+
+
+def rounded(number: float, hyper: Hyper) -> Tensor:
+    """A number as torch's state keeps it: in float32, unless `double`.
+
+    >>> rounded(0.1, {"double": 0.0}).item(), rounded(0.1, {"double": 1.0}).item()
+    (0.10000000149011612, 0.1)
+    """
+    return torch.tensor(number, dtype=torch.float64 if hyper["double"] else torch.float32)
+
+
+def clock(step: float, hyper: Hyper) -> Any:
+    """The step as torch computes with it: a float, or where `capturable` a tensor.
+
+    In float32 that matters: 1 - β2^t is off by 1e-5 of itself, and torch steps by it.
+
+    >>> [f"{1 - 0.999 ** clock(1.0, {'capturable': c, 'double': 0.0}):.9f}" for c in (0.0, 1.0)]
+    ['0.001000000', '0.000999987']
+    """
+    return rounded(step, hyper) if hyper["capturable"] else step

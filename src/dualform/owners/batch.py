@@ -1,0 +1,79 @@
+"""A batch: one forward pass, and whose samples its rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from dualform.errors import SampleIdsError
+from dualform.ledger.samples import SampleId
+
+
+@dataclass(slots=True)
+class Batch:
+    """One forward pass: whose samples its rows are. Without ids they are numbered in order."""
+
+    number: int
+    ids: Tensor | Sequence[SampleId] | None
+    step: int
+    size: int = -1
+    """How many samples; -1 until that is known."""
+    begun: bool = False
+    """Whether a forward pass of the model has begun it."""
+    calls: int = 0
+    """How many uses of parameters have been seen in it."""
+    whole: Batch | None = None
+    """The batch it is made of, where its samples are those of single rows."""
+    places: Tensor | None = None
+    """Then for each of them its place in the whole."""
+
+    def begin(self, given: Iterator[Sequence[int]]) -> None:
+        """Takes the size from the shapes of what the model is given, and holds the ids to it."""
+        first = next(given, None)
+        if first is None:
+            return
+        self.begun = True
+        if self.ids is None:
+            self.size = first[0]
+        elif not self._fits(chain([first], given)) and not self._is_one(first):
+            raise SampleIdsError(
+                f"recorder.samples got {len(self.ids)} ids, but the model was given a batch of "
+                f"shape {tuple(first)}; give one id for each sample of the batch, or for each "
+                "entry of its first dimension: of a graph network, one for each node."
+            )
+
+    def begin_inside(self, lead: Sequence[int]) -> None:
+        """The same where the model is given no tensor: from the first rows of one of its layers."""
+        self.size = (lead[0] if lead else 1) if self.ids is None else len(self.ids)
+
+    def alone(self) -> None:
+        """What was taken for a batch is a single sample: a layer saw it without a dimension."""
+        if self.ids is None:
+            self.size = 1
+
+    def sample_of(self) -> Tensor:
+        """(places,): the sample at each place of the batch, numbered; a sample may come twice."""
+        if self.ids is None:
+            return torch.arange(self.size, device="cpu")
+        ids = self.ids.tolist() if isinstance(self.ids, Tensor) else self.ids
+        known: dict[SampleId, int] = {}
+        numbers = [known.setdefault(sample, len(known)) for sample in ids]
+        return torch.tensor(numbers, device="cpu")
+
+    def _fits(self, given: Iterable[Sequence[int]]) -> bool:
+        """Whether a shape has as many samples as there are ids."""
+        assert self.ids is not None
+        if any(len(self.ids) in shape[:2] for shape in given):
+            self.size = len(self.ids)
+        return self.size >= 0
+
+    def _is_one(self, shape: Sequence[int]) -> bool:
+        """Whether one id is meant for one sample that has no dimension of its own."""
+        assert self.ids is not None
+        if len(self.ids) == 1 and len(shape) == 1:
+            self.size = 1
+        return self.size == 1

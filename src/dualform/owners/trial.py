@@ -1,0 +1,237 @@
+"""An experiment: a forward pass in which samples are exchanged, to see which rows change."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dualform.layers import Rows, Seen, Site, Use
+from dualform.owners.batch import Batch
+from dualform.owners.calls import other
+from dualform.owners.patterns import (
+    MIXES,
+    NOBODY,
+    Finding,
+    Pattern,
+    codes,
+    judge,
+    owners_by,
+    patterns,
+)
+from dualform.owners.twins import Twins, outside, room_for, shares_memory
+
+LOST = "an experiment could not follow its rows, since an operation failed with other inputs: {}"
+PROPOSALS = 8
+"""For so many layers whose rows depend on no sample, an experiment tries what shapes propose."""
+
+
+@dataclass
+class Sighting:
+    """The rows of one call, as an experiment saw them."""
+
+    site: Site
+    lead: tuple[int, ...]
+    changed: Tensor
+    """(worlds, rows)."""
+    moves: bool
+    finding: Finding = field(default_factory=Finding)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A pattern that a shape proposes for rows that depend on no sample, and its two worlds."""
+
+    sighting: Sighting
+    pattern: Pattern
+    worlds: slice
+    half: Tensor
+    """(2, samples): whose rows were changed in each."""
+
+
+class Trial:
+    """One experiment: a forward pass, from the model's inputs to the findings for its calls."""
+
+    def __init__(self, batch: Batch, inputs: Sequence[Tensor], usual: int, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self.sample_of = batch.sample_of()
+        self._samples, self._places = int(self.sample_of.max()) + 1, len(self.sample_of)
+        self._members = codes(self._samples, self._draw)
+        self._axes = _axes(inputs, self._places, usual)
+        self._main = len(self._members)
+        worlds = self._main * len(self._axes) + 2 * PROPOSALS
+        self.twins = Twins(worlds, room_for(inputs[0]))
+        self._proposals: list[Proposal] = []
+        self._sightings: list[Sighting] = []
+        self._uses: list[tuple[Seen, list[Sighting]]] = []
+        with outside():
+            for at, axis in enumerate(self._axes):
+                self._exchange(inputs, axis, at * self._main)
+
+    @classmethod
+    def of(cls, samples: int, inputs: Sequence[Tensor], usual: int) -> Trial | None:
+        """An experiment with a batch that nobody trains on; None where it has nothing to tell."""
+        chosen = [x for x in inputs if has_samples(x, samples)]
+        return cls(Batch(0, None, 0, samples), chosen, usual, 0) if samples > 1 and chosen else None
+
+    def _exchange(self, inputs: Sequence[Tensor], axis: int, first: int) -> None:
+        """Gives some samples the input of another, in each world."""
+        for world, members in enumerate(self._members):
+            shift, twins = self._draw.randrange(1, self._places), []
+            for x in inputs:
+                dim = sample_dim(x, self._places, axis)
+                shape = [-1 if at == dim else 1 for at in range(x.ndim)]
+                mask = members[self.sample_of].to(x.device).view(shape)
+                twins.append(torch.where(mask, other(x.detach(), dim, shift), x.detach()))
+            self.twins.change(inputs, first + world, twins)
+
+    def observe(self, use: Seen) -> list[Sighting]:
+        """Looks at the rows of a call that has just been made: at their keys, as a rule.
+
+        Where those say nothing, its outputs stand in for the errors that will come back there.
+        """
+        found = self._sight(use, None)
+        if not all(sighting.changed.any() for sighting in found):
+            found = self._sight(use, list(use.outputs))
+            if isinstance(use, Use) and len(found) == 1 and not found[0].changed.any():
+                with outside():
+                    self._propose(use, found[0])
+        self._uses.append((use, found))
+        return found
+
+    def _sight(self, use: Seen, errors: Sequence[Tensor] | None) -> list[Sighting]:
+        with torch.no_grad():
+            all_rows = list(use.rows(errors))
+        with outside():
+            return [self._sighting(rows) for rows in all_rows]
+
+    def _sighting(self, rows: Rows) -> Sighting:
+        keys, values, site = rows.keys, rows.values, rows.site
+        lead = tuple(keys.shape[: keys.ndim - site.key_dims])
+        changed = self.twins.differing(keys, site.key_dims)
+        if values is not None:
+            changed |= self.twins.differing(values, site.value_dims)
+        changed = changed.reshape(len(changed), math.prod(lead)).cpu()
+        return Sighting(site, lead, changed, self.twins.moves(keys))
+
+    def _propose(self, use: Use, sighting: Sighting) -> None:
+        """Changes rows that depend on no sample as if they belonged to half of the samples."""
+        output = use.output
+        if output is None or not output.is_floating_point():
+            return
+        for pattern in itertools.islice(patterns(sighting.lead, self._places), 2):
+            if len(self._proposals) == PROPOSALS:
+                return
+            first = self._main * len(self._axes) + 2 * len(self._proposals)
+            picked = torch.zeros(self._samples, dtype=torch.bool)
+            picked[self._draw.sample(range(self._samples), max(1, self._samples // 2))] = True
+            half = torch.stack([picked, ~picked])
+            owners = owners_by(pattern, sighting.lead, self.sample_of)
+            for world in range(2):
+                mask = _mask_of(use, half[world][owners].reshape(sighting.lead))
+                changed = torch.where(mask, output.detach() * 1.5 + 1, output.detach())
+                self.twins.change([output], first + world, [changed])
+            self._proposals.append(Proposal(sighting, pattern, slice(first, first + 2), half))
+
+    def close(self) -> list[Sighting]:
+        """Judges everything that was seen; the worlds are let go."""
+        self.twins.clear()
+        self._sightings = [
+            sighting
+            for use, found in self._uses
+            for sighting in found
+            if not (isinstance(use, Use) and use.superseded)
+        ]
+        self._uses = []
+        with outside():
+            self._judge_all()
+        return self._sightings
+
+    def _judge_all(self) -> None:
+        axis = self._axis()
+        for sighting in self._sightings:
+            sighting.finding = self._judge(sighting, axis)
+        for proposal in self._proposals:
+            if self._holds(proposal):
+                self._accept(proposal)
+        for sighting in self._sightings:
+            if self.twins.failed and sighting.finding.reason == NOBODY:
+                sighting.finding = Finding(reason=LOST.format(self.twins.failed))
+
+    def _axis(self) -> int:
+        """The reading of the input under which the fewest calls mix samples."""
+        mixing = [
+            sum([self._judge(s, at).reason == MIXES for s in self._sightings])
+            for at in range(len(self._axes))
+        ]
+        return mixing.index(min(mixing))
+
+    def _judge(self, sighting: Sighting, axis: int) -> Finding:
+        worlds = slice(axis * self._main, (axis + 1) * self._main)
+        alive = torch.tensor(self.twins.alive[worlds])
+        if not alive.any() or not math.prod(sighting.lead):
+            return Finding()
+        changed = sighting.changed[worlds]
+        found = judge(sighting.lead, changed[alive], self._members[alive], self.sample_of)
+        return found if alive.all() or found.owners is None else Finding()
+
+    def _holds(self, proposal: Proposal) -> bool:
+        """Whether only rows of the samples changed whose rows were changed, and some did."""
+        seen = torch.zeros(2, dtype=torch.bool)
+        for sighting in self._sightings:
+            if (pattern := sighting.finding.pattern) is not None:
+                owners = owners_by(pattern, sighting.lead, self.sample_of)
+                changed = sighting.changed[proposal.worlds]
+                if bool((changed & ~proposal.half[:, owners]).any()):
+                    return False
+                seen |= changed.any(1)
+        return bool(seen.all())
+
+    def _accept(self, proposal: Proposal) -> None:
+        """Takes the pattern, also for rows behind it that depend on no other sample."""
+        if proposal.sighting.finding.reason == NOBODY:
+            proposal.sighting.finding = Finding(proposal.pattern)
+        for sighting in self._sightings:
+            if sighting.finding.reason == NOBODY:
+                changed = sighting.changed[proposal.worlds]
+                found = judge(sighting.lead, changed, proposal.half, self.sample_of)
+                if found.pattern is not None:
+                    sighting.finding = found
+
+
+def _axes(inputs: Sequence[Tensor], places: int, usual: int) -> list[int]:
+    """The dimensions of the inputs that may count samples; both where that is open."""
+    both = any(x.ndim > 1 and x.shape[0] == x.shape[1] == places for x in inputs)
+    return [usual, 1 - usual] if both else [usual]
+
+
+def has_samples(x: Tensor, places: int) -> bool:
+    """Whether an input can be exchanged by sample; masks only say how others are arranged.
+
+    >>> has_samples(torch.zeros(3, 2), 3), has_samples(torch.zeros(3, 2), 5)
+    (True, False)
+    """
+    return places in x.shape[:2] and x.dtype != torch.bool and not shares_memory(x)
+
+
+def sample_dim(x: Tensor, places: int, axis: int) -> int:
+    """The dimension of an input that counts samples; `axis` where both do."""
+    first = min(axis, x.ndim - 1)
+    return first if x.shape[first] == places else 1 - first
+
+
+def _mask_of(use: Use, rows: Tensor) -> Tensor:
+    """Which elements of a call's output make up some of its rows."""
+    output = use.output
+    assert output is not None
+    error = torch.zeros_like(output, requires_grad=True)
+    with torch.enable_grad():
+        values = error if use.value is None else use.value(error)
+        wide = rows.to(values.device).reshape(*rows.shape, *[1] * (values.ndim - rows.ndim))
+        (mask,) = torch.autograd.grad((values * wide).sum(), error)
+    return mask != 0

@@ -1,0 +1,70 @@
+"""What is kept beside the rows: weights, and what the optimizer remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.ledger.format import BUFFER, STATE
+from dualform.optimizers import BY_ROW, Rule, StateRule
+from dualform.recording.plan import Plan, state_tensors
+
+
+class Keeper:
+    """Copies the weights, with what the optimizer remembers where its rule needs that."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule) -> None:
+        self._model, self._optimizer, self._plan, self._rule = model, optimizer, plan, rule
+        self._joined: set[int] = set()
+        """The books that have made a step by row."""
+
+    def is_due(self, states: Sequence[int]) -> bool:
+        """Whether the rule needs what the optimizer remembers after this step."""
+        if not isinstance(self._rule, StateRule):
+            return False
+        joined = {at for at, state in enumerate(states) if state == BY_ROW} - self._joined
+        self._joined |= joined
+        return self._rule.keeps(self._optimizer, bool(joined))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of them as they are now."""
+        weights = snapshot(self._model)
+        if isinstance(self._rule, StateRule):
+            weights |= memories(self._optimizer, self._plan, self._rule)
+        return weights
+
+    @property
+    def nbytes(self) -> int:
+        """What they take when they are kept."""
+        kept = 2 + len(self._rule.state) if isinstance(self._rule, StateRule) else 1
+        return kept * sum(parameter.nbytes for parameter in self._model.parameters())
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and persistent buffers, each once even where it is shared."""
+    seen: set[int] = set()
+    copies = {}
+    for name, tensor in state_tensors(model).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            copies[name] = tensor.detach().clone()
+    return copies
+
+
+def memories(optimizer: Optimizer, plan: Plan, rule: Rule) -> dict[str, Tensor]:
+    """What the optimizer remembers now: each parameter's buffer, and what else the rule needs."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in plan.parameters.items():
+        for part, memory in rule.memory(optimizer, parameter).items():
+            key = BUFFER if part == rule.buffer else f"{STATE}{part}:"
+            found[key + name] = (
+                memory.detach().to_dense() if memory.is_sparse else memory.detach().clone()
+            )
+    return found
+
+
+def buffered(memory: dict[str, Tensor]) -> list[str]:
+    """The parameters that have a buffer."""
+    return sorted(name.removeprefix(BUFFER) for name in memory if name.startswith(BUFFER))

@@ -1,0 +1,178 @@
+"""Before training starts: the parameters, and what is known of how they will be booked."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from dualform.errors import RecordingError
+from dualform.layers import is_scripted
+from dualform.layers.computed import computed_weight
+from dualform.layers.derived import LARGEST
+from dualform.ledger import Book
+from dualform.ledger.tensors import CODES
+from dualform.optimizers import Rule, why_observed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The books of a model, in the order of its parameters."""
+
+    parameters: dict[str, nn.Parameter]
+    books: tuple[Book, ...]
+
+
+def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
+    """A book for every parameter; by step from the start where the optimizer has no rule."""
+    refuse_wrapped(model)
+    parameters = dict(model.named_parameters())
+    refuse_unready(parameters)
+    refuse_unwritable(model, parameters)
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not known.intersection(map(id, parameters.values())):
+        raise RecordingError(
+            "the optimizer has none of the model's parameters; give the one made with "
+            "model.parameters()."
+        )
+    reason = "" if rule.fields else why_observed(optimizer)
+    refused = refusals(optimizer, rule)
+    books = tuple(
+        Book(name, tuple(p.shape), dtype_name(p.dtype), reason=reason or refused.get(id(p), ""))
+        for name, p in parameters.items()
+    )
+    return Plan(parameters, books)
+
+
+def refusals(optimizer: Optimizer, rule: Rule) -> dict[int, str]:
+    """Why some parameters cannot be kept by row under their group's options, by their identity."""
+    given = [(group, rule.group_refusal(group)) for group in optimizer.param_groups]
+    return {id(p): reason for group, reason in given if reason for p in group["params"]}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'float32' for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """The optimizer that torch calls: a wrapper, such as accelerate's, keeps it as `.optimizer`."""
+    inner = optimizer
+    while isinstance(deeper := getattr(inner, "optimizer", None), Optimizer):
+        inner = deeper
+    if not isinstance(inner, Optimizer):
+        raise RecordingError(
+            f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer, or a "
+            "wrapper that keeps one as its `.optimizer`."
+        )
+    return inner
+
+
+def uncompiled() -> ExitStack:
+    """Until closed, what torch.compile made runs as it was written, so that it can be seen."""
+    stack = ExitStack()
+    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+    return stack
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether a step is running inside another: a subclass that calls `super().step()`."""
+    if type(optimizer).__mro__[1] is Optimizer:
+        return False
+    frame, running = inspect.currentframe(), 0
+    while frame is not None:
+        is_step = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_locals
+        running += is_step and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return running > 1
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Refuses models whose own calls are not those that see the batch."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise RecordingError(
+            f"the model is wrapped in {type(model).__name__}: its gradients come from several "
+            "replicas. Record on one device and in one process (CUDA_VISIBLE_DEVICES=0, without "
+            "torchrun or with `accelerate launch --num_processes 1`)."
+        )
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            where = f"its module '{name}'" if name else "the model"
+            raise RecordingError(
+                f"{where} is compiled, and a compiled module makes no calls that could be seen; "
+                "record and train the model without torch.compile."
+            )
+
+
+def refuse_unready(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses parameters that have no shape or no values yet."""
+    for name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise RecordingError(
+                f"'{name}' has no shape yet: it belongs to a lazy module. Call the model once, "
+                "under torch.no_grad(), before recording."
+            )
+        if parameter.is_meta:
+            raise RecordingError(
+                f"'{name}' has no values: it is on the meta device. Use model.to_empty(device=…) "
+                "and initialize or load the model before recording."
+            )
+
+
+def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model's state dict; a module's `get_extra_state` may give anything."""
+    state = model.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def refuse_unwritable(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuses tensors that a run cannot hold."""
+    for name, tensor in state_tensors(model).items():
+        dtype, cure = dtype_name(tensor.dtype), "register it with persistent=False"
+        if tensor.is_complex():
+            if name in parameters:
+                cure = "keep torch.view_as_real of it, and use torch.view_as_complex in forward"
+            raise RecordingError(f"'{name}' has dtype {dtype}, and runs hold real numbers; {cure}.")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise RecordingError(f"'{name}' is {kind}, and runs hold dense tensors; {cure}.")
+        if tensor.dtype not in CODES:
+            known = ", ".join(map(dtype_name, CODES))
+            raise RecordingError(f"'{name}' has dtype {dtype}, and runs hold {known}; {cure}.")
+
+
+def reason_of(model: nn.Module, name: str) -> str:
+    """Why no call of the model left rows for a parameter."""
+    path, _, own = name.rpartition(".")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if computed_weight(name, parameters):
+        size = parameters[name].numel()
+        if size > LARGEST:
+            return (
+                f"a weight is computed from it: its rows are every sample's gradient in full, and "
+                f"{size:,} numbers a sample are too many to keep; the most are {LARGEST:,}"
+            )
+        return "a weight is computed from it in a way that leaves no rows, or under autocast"
+    owner = dict(model.named_modules(remove_duplicate=False))[path]
+    if is_scripted(owner):
+        return "a scripted module makes no calls that could be seen; by row is the module itself"
+    if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+        if owner.max_norm is not None:
+            return "with max_norm the table changes when it is read"
+        if isinstance(owner, nn.EmbeddingBag):
+            return f"EmbeddingBag with mode='{owner.mode}' or scaling by frequency has no rows"
+    if isinstance(owner, nn.RNNBase) and owner.dropout and owner.num_layers > 1:
+        return (
+            "cuDNN keeps the dropout between its layers to itself; train under "
+            "torch.backends.cudnn.flags(enabled=False) to have rows"
+        )
+    return f"no call was seen in which '{own}' of {type(owner).__name__} leaves rows"

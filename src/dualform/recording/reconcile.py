@@ -1,0 +1,374 @@
+"""Reconciling: is each parameter what its rows and the optimizer's rule make of it?
+
+Probes and glances look at some elements of gradients and parameters. They do not see a row of a
+gradient that was masked elsewhere, a row of a weight that was set to zero, or a momentum that was
+cleared. So at each hand-over every book is followed from where its parcel began, through the
+optimizer's steps, to where it must end, and held against the parameter itself.
+
+Where a rule's coefficients are numbers, `W r` goes through the same steps as `W`: one random vector
+`r` sees every element. Where elements go their own ways (Adam), some columns are followed, each
+over its whole height, and one row, over its whole width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dualform.layers import conv
+from dualform.ledger import Stream, Term
+from dualform.memory.blocks import as_matrix, matrix_shape
+from dualform.optimizers import (
+    BY_ROW,
+    OBSERVED,
+    History,
+    Rule,
+    ScalarRule,
+    State,
+    StateRule,
+    walk_back,
+)
+from dualform.recording.glance import ROUNDINGS
+from dualform.recording.plan import Plan
+from dualform.recording.probe import Evidence, Look, StreamRows, probe_rows
+from dualform.recording.steps import Step
+from dualform.recording.tally import MISMATCH, in_double
+
+FOLLOWED = 1024
+"""So many elements of a book are followed under a rule without numbers, or one column of it."""
+HIGHEST = 1 << 14
+"""At most so many elements of a column are, then."""
+WIDENED = 1 << 20
+"""So many elements are put into float64 at a time."""
+LEEWAY = 1e-2
+"""By what part of its way such a book may miss its end: a rule may magnify rounding."""
+WIDE_LEEWAY = 1e-1
+"""The same where rows have 16 bits, or where the rule steps by signs.
+
+Where both is so, nothing is compared: a sign is that of a sum which a kernel rounded.
+"""
+
+
+class Course(NamedTuple):
+    """What a parcel's steps were to one book."""
+
+    column: int
+    states: list[int]
+    hyper: list[tuple[float, ...]]
+    w: Tensor
+    """(steps, numbers): what rows and factors say the gradients were, where it is followed.
+
+    Of a step that was observed, the change.
+    """
+    reach: Tensor
+    """(steps,): how far rounding of the rows may reach in them."""
+    coarse: bool
+    """Whether rows have 16 bits."""
+
+
+@dataclass
+class Followed:
+    """One book: where it is looked at, and what the optimizer remembers there."""
+
+    look: Look
+    columns: Tensor | None
+    """The columns that are followed; None where the look's vectors are."""
+    row: int | None
+    """The row that is followed beside them."""
+    term: Term
+    buffered: bool
+    b: Tensor
+    state: State = field(default_factory=dict)
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """What is followed of a parameter, or of a tensor of its shape; flat, in float64."""
+        whole = as_matrix(parameter, self.term.view, self.term.groups)
+        matrix = whole[self.look.rows]
+        if self.columns is not None:
+            matrix = matrix[:, self.columns.to(matrix.device)]
+        elif self.look.vectors is not None:
+            vectors = self.look.vectors.to(matrix.device)
+            some = matrix.split(max(1, WIDENED // len(vectors)))  # type: ignore[no-untyped-call]
+            matrix = torch.cat([rows.double() @ vectors for rows in some])
+        parts = [matrix.flatten()] if self.row is None else [matrix.flatten(), whole[self.row]]
+        return torch.cat(parts).to("cpu", torch.float64)
+
+
+class Reconciler:
+    """Follows every book that is kept by row, and names those that end somewhere else."""
+
+    def __init__(self, plan: Plan, rule: Rule, optimizer: Optimizer) -> None:
+        self._plan, self._rule = plan, rule
+        self._memory = {
+            name: {part: kept.detach().clone().to_dense() for part, kept in memory.items()}
+            for name, parameter in plan.parameters.items()
+            if is_followed(rule) and (memory := rule.memory(optimizer, parameter))
+        }
+        """What the optimizer remembers as recording begins, of books not followed yet."""
+        self._column = {book.name: at for at, book in enumerate(plan.books)}
+        self._followed: dict[str, Followed] = {}
+
+    def unexplained(
+        self,
+        steps: Sequence[Step],
+        evidence: Sequence[Evidence],
+        factors: Tensor,
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+    ) -> list[str]:
+        """The books that these steps do not lead from where they were to where they are.
+
+        `factors` (steps, accounts) are those of the evidence's rows.
+        """
+        courses = dict(self._courses(steps, evidence, factors, before))
+        if isinstance(self._rule, ScalarRule):
+            missed = {name: self._by_numbers(name, c, before, after) for name, c in courses.items()}
+        else:
+            missed = self._by_elements(courses, before, after)
+        return [name for name in before if missed.get(name)]
+
+    def _courses(
+        self,
+        steps: Sequence[Step],
+        evidence: Sequence[Evidence],
+        factors: Tensor,
+        before: Mapping[str, Tensor],
+    ) -> Iterator[tuple[str, Course]]:
+        """What these steps were to each book that some of them kept by row."""
+        if not is_followed(self._rule):
+            return
+        signs = isinstance(self._rule, StateRule) and self._rule.follows_signs
+        places = [
+            (at, name)
+            for at, account in enumerate(evidence)
+            if not (signs and _has_16_bits(account))
+            for name in account.looks
+            if name in before and BY_ROW in {step.states[self._column[name]] for step in steps}
+        ]
+        parts = [self._parts(evidence[at], name) for at, name in places]
+        said = iter(in_double([t for group in parts for _, *pair in group for t in pair]))
+        for (at, name), group in zip(places, parts, strict=True):
+            column, numbers = self._column[name], len(self._followed[name].b)
+            w = torch.zeros(len(steps), numbers, dtype=torch.float64)
+            size = w.new_zeros(len(steps))
+            for where, _, _ in group:
+                w.index_add_(0, where, next(said))
+                size.index_add_(0, where, next(said))
+            rounding = evidence[at].rounding
+            hyper = [step.hyper[max(step.groups[column], 0)] for step in steps]
+            states = [step.states[column] for step in steps]
+            reach = size * factors[:, at].abs() * rounding
+            w *= factors[:, at, None]
+            for t, state in enumerate(states):
+                if state == OBSERVED:
+                    w[t], reach[t] = self._followed[name].of(steps[t].changes[name]), 0.0
+            yield name, Course(column, states, hyper, w, reach, _has_16_bits(evidence[at]))
+
+    def _parts(self, account: Evidence, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What the account's rows say of a book where it is followed: steps, probes and sizes."""
+        feeds = [(feed, rows) for feed, rows in account.pieces if name in feed.terms]
+        if name not in self._followed:
+            term = next(feed.terms[name] for feed in account.feeds if name in feed.terms)
+            read = [rows.keys for _, rows in feeds if len(rows.keys) and term.form == "lookup"]
+            seen = [int(keys[0, 0]) for keys in read]
+            self._followed[name] = self._follow(name, term, seen)
+        book, found = self._followed[name], []
+        for feed, rows in feeds:
+            term = feed.terms[name]
+            probe, size = probe_rows(feed.stream, term, rows, book.look)
+            if book.row is not None:
+                width = len(book.b) - book.look.numbers
+                beside = gradient_at(feed.stream, term, rows, book.row, width)
+                probe = torch.cat([probe, beside], 1)
+            found.append((rows.segments[:, 0], probe, size))
+        return found
+
+    def _follow(self, name: str, term: Term, seen: Sequence[int]) -> Followed:
+        """Decides where a book is looked at, and begins with what the optimizer remembers.
+
+        Of a table, `seen` are rows that were read.
+        """
+        shape = tuple(self._plan.parameters[name].shape)
+        height, width = matrix_shape(shape, term.view, term.groups)
+        rows, vectors, columns, row = slice(0, height), None, None, None
+        generator = torch.Generator().manual_seed(self._column[name])  # the user's stays untouched
+        if isinstance(self._rule, StateRule):
+            rows = slice(0, min(height, HIGHEST))
+        if term.view != "flat" and isinstance(self._rule, StateRule):
+            count = min(width, max(1, FOLLOWED // height))
+            columns = torch.randperm(width, generator=generator)[:count]
+            vectors = torch.zeros(width, count, dtype=torch.float64)
+            vectors[columns, torch.arange(count)] = 1.0
+            row = int(torch.randint(height, (), generator=generator))
+            if term.form == "lookup" and seen:
+                row = seen[0] + term.at[0]
+        elif term.view != "flat":
+            vectors = torch.randn(width, 1, generator=generator, dtype=torch.float64)
+        memory, buffer = self._memory.pop(name, {}), self._rule.buffer
+        look = Look(rows, vectors)
+        b = torch.zeros(look.numbers + (0 if row is None else width), dtype=torch.float64)
+        found = Followed(look, columns, row, term, buffer in memory, b)
+        found.state = {
+            part: found.of(kept) if tuple(kept.shape) == shape else kept.double().cpu()
+            for part, kept in memory.items()
+        }
+        found.b = found.state.pop(buffer, found.b)
+        return found
+
+    def _by_numbers(
+        self, name: str, course: Course, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    ) -> bool:
+        """Whether a book misses its end under a rule of numbers."""
+        assert isinstance(self._rule, ScalarRule)
+        book = self._followed[name]
+        fields, hyper = self._rule.fields, np.array(course.hyper, dtype=np.float64)
+        states = np.array(course.states, dtype=np.uint8)
+        history = History(states, hyper, fields, {0: book.buffered})
+        steps = self._rule.transitions(history)
+        ends: Any = walk_back(steps, (0.0, 0.0), [*[0.0] * (len(steps) - 1), 1.0])
+        (on_g, (on_W, on_b)), W, b = ends, book.of(before[name]), book.b
+        coefficients = torch.tensor(on_g, dtype=torch.float64)
+        end = on_W * W + on_b * b + coefficients @ course.w
+        buffers: Any = walk_back(steps, (0.0, 1.0), [0.0] * len(steps))
+        (into_g, (into_W, into_b)) = buffers
+        book.b = into_W * W + into_b * b + torch.tensor(into_g, dtype=torch.float64) @ course.w
+        book.buffered = book.buffered or any(
+            self._rule.makes_buffer(dict(zip(fields, given, strict=True)))
+            for given, state in zip(course.hyper, course.states, strict=True)
+            if state == BY_ROW
+        )
+        allowed = MISMATCH * float(coefficients.abs() @ course.reach)
+        return self._is_missed(name, end, after[name], allowed, len(steps))
+
+    def _by_elements(
+        self,
+        courses: Mapping[str, Course],
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
+    ) -> dict[str, bool]:
+        """Which books miss their ends under a rule that treats each element by itself.
+
+        Books of which the optimizer knows the same numbers go through its steps together.
+        """
+        together: dict[Any, list[str]] = {}
+        for name, course in courses.items():
+            state = self._followed[name].state.items()
+            numbers = tuple((part, float(kept)) for part, kept in state if not kept.ndim)
+            known = tuple(part for part, kept in state if kept.ndim)
+            key = (tuple(course.states), tuple(course.hyper), numbers, known)
+            together.setdefault(key, []).append(name)
+        missed = {}
+        for names in together.values():
+            ends, ways = self._walk(names, [courses[name] for name in names], before)
+            for name, end, way in zip(names, ends, ways, strict=True):
+                assert isinstance(self._rule, StateRule)
+                wide = courses[name].coarse or self._rule.follows_signs
+                allowed = (WIDE_LEEWAY if wide else LEEWAY) * float(way.norm())
+                steps = len(courses[name].states)
+                missed[name] = self._is_missed(name, end, after[name], allowed, steps)
+        return missed
+
+    def _walk(
+        self, names: Sequence[str], courses: Sequence[Course], before: Mapping[str, Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Where the steps lead some books, and how far each element went on its way."""
+        assert isinstance(self._rule, StateRule)
+        books = [self._followed[name] for name in names]
+        sizes = [len(book.b) for book in books]
+        W = torch.cat([book.of(before[name]) for name, book in zip(names, books, strict=True)])
+        b = torch.cat([book.b for book in books])
+        state = {
+            part: torch.cat([book.state[part] for book in books]) if kept.ndim else kept
+            for part, kept in books[0].state.items()
+        }
+        gradients, way = torch.cat([course.w for course in courses], 1), torch.zeros_like(W)
+        for t, given in enumerate(courses[0].hyper):
+            if courses[0].states[t] == OBSERVED:
+                W = W + gradients[t]
+            elif courses[0].states[t] == BY_ROW:
+                hyper = dict(zip(self._rule.fields, given, strict=True))
+                step, state = self._rule.transition(hyper, state, W, b, gradients[t])
+                end, b = step.forward(W, b, gradients[t])
+                way += (end - W).abs()
+                W = end
+        remembered = {
+            part: torch.split(kept, sizes) if kept.ndim else kept for part, kept in state.items()
+        }
+        for at, (book, own) in enumerate(zip(books, torch.split(b, sizes), strict=True)):
+            book.b = own
+            book.state = {
+                part: kept if isinstance(kept, Tensor) else kept[at]
+                for part, kept in remembered.items()
+            }
+        return torch.split(W, sizes), torch.split(way, sizes)
+
+    def _is_missed(self, name: str, end: Tensor, after: Tensor, allowed: float, steps: int) -> bool:
+        """Whether a book is farther from its end than allowed, and than rounding may carry it."""
+        is_ = self._followed[name].of(after)
+        whole = self._followed[name].columns is None
+        size = torch.linalg.vector_norm(after if whole else is_, dtype=torch.float64)
+        places = max(steps, 1) * torch.finfo(after.dtype).eps * float(size)
+        return not float((is_ - end).norm()) <= allowed + ROUNDINGS * places
+
+
+def is_followed(rule: Rule) -> bool:
+    """Whether books can be followed in part: by numbers, or element by element.
+
+    >>> from dualform.optimizers import rule_named
+    >>> is_followed(rule_named("adam")), is_followed(rule_named("muon"))
+    (True, False)
+    """
+    return isinstance(rule, ScalarRule) or (isinstance(rule, StateRule) and rule.elementwise)
+
+
+def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width: int) -> Tensor:
+    """(segments, width): one row of the gradient, from the rows of a product or of a table."""
+    wide = torch.promote_types(records.values.dtype, torch.float32)
+    values, (top, left), count = records.values.to(wide), term.at, len(records.counts)
+    found = values.new_zeros(count, width)
+    if term.form == "lookup":
+        chosen = (records.keys[:, 0] + top == row)[:, None]
+        at = torch.arange(count).repeat_interleave(records.counts).to(values.device)
+        found[:, left : left + values.shape[1]].index_add_(0, at, values * chosen)
+        return found
+    height = stream.values[0] if stream.layout else values.shape[1]
+    if not (top <= row < top + height and len(values)):
+        return found
+    keys = records.keys.to(wide)
+    if stream.layout:
+        pairs = zip(keys.chunk(count), values.chunk(count), strict=True)  # all of one size
+        each = [conv.gradient_row(stream, k, v, row - top) for k, v in pairs]
+        return torch.stack(each)
+    part = keys.shape[1] // term.groups  # a group of outputs has its own part of the keys
+    start = (row - top) * term.groups // height * part
+    keys = keys[:, start : start + part]
+    errors = values[:, row - top].reshape(count, 1, -1)
+    found[:, left : left + keys.shape[1]] = (errors @ keys.reshape(count, -1, keys.shape[1]))[:, 0]
+    return found
+
+
+def unlike(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
+    """The books that are not what they are expected to be, but for rounding.
+
+    >>> unlike({"w": torch.zeros(2)}, {"w": torch.tensor([0.0, 1.0])})
+    ['w']
+    """
+    names = []
+    for name, a in expected.items():
+        b = found[name]
+        if a is not b and a.numel():
+            gap = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, (a - b).abs()).max()
+            eps = torch.finfo(b.dtype).eps
+            if not bool(gap <= ROUNDINGS * eps * torch.maximum(a.abs().max(), b.abs().max())):
+                names.append(name)
+    return names
+
+
+def _has_16_bits(account: Evidence) -> bool:
+    return any(torch.finfo(rows.values.dtype).bits < 32 for _, rows in account.pieces)

@@ -1,0 +1,135 @@
+"""Starting a run, or going on with one."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.errors import ModelMismatchError, UnknownStepError
+from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
+from dualform.ledger.samples import decode_ids
+from dualform.optimizers import Rule, StateRule
+from dualform.recording.kept import buffered, memories, snapshot
+from dualform.recording.plan import Plan, state_tensors
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A writer, and what it must know of the run so far."""
+
+    writer: LedgerWriter
+    samples: SampleTable
+    numbered: int = 0
+    by_step: frozenset[str] = frozenset()
+    """Books that were already kept by step."""
+    streams: tuple[Declaration, ...] = ()
+    """What is already declared."""
+    named: bool = False
+    """Whether its samples certainly have ids: numbers that are counted are 0, 1, 2 …"""
+
+
+def start_run(
+    path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule, overwrite: bool
+) -> Opened:
+    """A new run folder that holds the weights training starts from."""
+    info = RunInfo(
+        books=plan.books,
+        rule=rule.name,
+        fields=rule.fields,
+        metadata=_metadata(model, optimizer),
+    )
+    memory = memories(optimizer, plan, rule)
+    initial = {**snapshot(model), **memory}
+    start = {"buffers": buffered(memory)}
+    writer = LedgerWriter.create(path, info, initial, overwrite=overwrite, start=start)
+    return Opened(writer, SampleTable())
+
+
+def resume_run(
+    path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule
+) -> Opened:
+    """Goes on from the kept step whose weights the model has; later steps no longer count."""
+    ledger = Ledger(path)
+    _check_same(ledger, plan, rule)
+    step = _matching_step(ledger, snapshot(model))
+    start = {"buffers": buffered(memories(optimizer, plan, rule))}
+    writer = LedgerWriter.resume(path, step, start)
+    if step and isinstance(rule, StateRule):  # what the optimizer remembers now is what counts
+        writer.weights(step, snapshot(model) | memories(optimizer, plan, rule), "resume")
+        writer.flush()
+    ledger = Ledger(path)  # as it reads now, without what was written beyond that step
+    batches = ledger.column("batches")
+    numbered = int(batches[:, 1].sum()) if len(batches) else 0
+    strings = decode_ids(ledger)
+    kind = (int if strings is None else str) if len(batches) else None
+    by_step = frozenset(note["book"] for note in ledger.notes)
+    table = SampleTable(strings or (), kind)
+    samples = ledger.column("samples")
+    named = strings is not None or not torch.equal(samples, torch.arange(len(samples)))
+    return Opened(writer, table, numbered, by_step, ledger.info.declarations, named)
+
+
+def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
+    for step in reversed(ledger.kept_steps):
+        kept = ledger.weights(step)
+        if all(name in kept and torch.equal(kept[name], w.cpu()) for name, w in weights.items()):
+            return step
+    raise UnknownStepError(
+        f"cannot go on with '{ledger.path}': the model's weights are those of none of its kept "
+        f"steps {ledger.kept_steps}; load a checkpoint of one of them. A step is kept where model "
+        "and optimizer are saved, or where recorder.checkpoint() is called before saving."
+    )
+
+
+def _check_same(ledger: Ledger, plan: Plan, rule: Rule) -> None:
+    if ledger.info.accounts:
+        raise ModelMismatchError(
+            f"cannot go on with '{ledger.path}': it has format 1, which is only read; "
+            "record into another path."
+        )
+    if ledger.info.rule != rule.name:
+        raise ModelMismatchError(
+            f"cannot go on with '{ledger.path}': it was recorded by the rule '{ledger.info.rule}', "
+            f"and this optimizer has the rule '{rule.name}'."
+        )
+    recorded = {book.name: book.shape for book in ledger.info.books}
+    given = {book.name: book.shape for book in plan.books}
+    for name in [*recorded, *given]:
+        if recorded.get(name) != given.get(name):
+            raise ModelMismatchError(
+                f"cannot go on with '{ledger.path}': its '{name}' has shape "
+                f"{recorded.get(name)}, the model's {given.get(name)}."
+            )
+
+
+def _metadata(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    state = state_tensors(model)
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    aliases = {name: first[id(t)] for name, t in state.items() if first[id(t)] != name}
+    groups = optimizer.state_dict()["param_groups"]
+    return {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "model": str(model),
+        "aliases": aliases,
+        "optimizer": type(optimizer).__name__,
+        "settings": [{k: _plain(v) for k, v in g.items() if k != "params"} for g in groups],
+        "versions": {
+            "dualform": version("dualform"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "command": sys.argv,
+    }
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

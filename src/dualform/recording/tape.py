@@ -1,0 +1,153 @@
+"""Tapes: where backward passes write a layer's inputs and errors.
+
+A row is copied at the one moment when both are certain: the error has just arrived, and autograd
+still guards the input against changes. The copies go into pages that are used again and again, so
+recording needs a fixed amount of memory and the allocator sees nothing of it. On a GPU, where every
+copy is a call, what layers made is held instead of copied.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dualform.owners import Batch
+
+PAGE_BYTES = 4 << 20
+PAGE_SLOTS = 256
+
+Order: TypeAlias = tuple[int, int]
+"""How many samples there are, and how many neighboring rows belong to one."""
+Form: TypeAlias = tuple[torch.Size, torch.Size, torch.dtype, torch.dtype, Order]
+"""Shapes and dtypes of keys and values, and the order of their rows."""
+
+
+def calls_are_dear(tensor: Tensor) -> bool:
+    """Whether an operation on a tensor costs more than the copy that would spare it: on a GPU."""
+    return tensor.is_cuda
+
+
+class Page:
+    """Slots of one form, and for each that is filled the step and the batch it belongs to."""
+
+    def __init__(self, x: Tensor, error: Tensor, order: Order) -> None:
+        self.form = (x.shape, error.shape, x.dtype, error.dtype, order)
+        self.slot_bytes = x.nbytes + error.nbytes
+        self.marks: list[tuple[int, Batch]] = []
+        self._make(x, error)
+
+    def _make(self, x: Tensor, error: Tensor) -> None:
+        self.slots = max(1, min(PAGE_SLOTS, PAGE_BYTES // max(1, self.slot_bytes)))
+        self._keys = x.new_empty((self.slots, *x.shape))
+        self._values = error.new_empty((self.slots, *error.shape))
+        self.key_slots, self.value_slots = list(self._keys), list(self._values)
+
+    def put(self, x: Tensor, error: Tensor) -> None:
+        """Copies a use of the layer into the next slot."""
+        at = len(self.marks)
+        self.key_slots[at].copy_(x)
+        self.value_slots[at].copy_(error)
+
+    def rows(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
+        """The chosen slots; without a copy where they are neighbors, as they nearly always are."""
+        start, stop = chosen[0], chosen[-1] + 1
+        if stop - start == len(chosen):
+            return self._keys[start:stop], self._values[start:stop]
+        return self._keys[chosen], self._values[chosen]
+
+    def clear(self) -> None:
+        """Makes all slots free."""
+        self.marks = []
+
+
+class HeldPage(Page):
+    """The same where calls are dear: slots hold what layers made, and are read all at once.
+
+    Should the loop change it before that, the rows will not explain the gradient, and a note says
+    so. What the loop itself made, which it may well fill again, is copied.
+    """
+
+    def _make(self, x: Tensor, error: Tensor) -> None:
+        self.slots = sys.maxsize
+        self.clear()
+
+    def put(self, x: Tensor, error: Tensor) -> None:
+        """Holds a use of the layer."""
+        self.key_slots.append(_lean(x) if x.grad_fn is not None else x.clone())
+        self.value_slots.append(_lean(error))
+
+    def rows(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
+        """The chosen slots, one after the other."""
+        keys, values = (
+            torch.stack([slots[at] for at in chosen])
+            for slots in (self.key_slots, self.value_slots)
+        )
+        return keys, values
+
+    def clear(self) -> None:
+        """Lets go of all it holds."""
+        self.marks, self.key_slots, self.value_slots = [], [], []
+
+
+def _lean(x: Tensor) -> Tensor:
+    """The tensor without its graph; a copy of it where it is a small part of something large."""
+    small = x.untyped_storage().nbytes() > 2 * x.nbytes
+    return x.clone() if small else x.detach()
+
+
+class Pool:
+    """Pages that wait to be used again."""
+
+    def __init__(self) -> None:
+        self._free: dict[Form, deque[Page]] = {}
+
+    def take(self, x: Tensor, error: Tensor, order: Order) -> Page:
+        """A page whose slots fit."""
+        form = (x.shape, error.shape, x.dtype, error.dtype, order)
+        free = self._free.setdefault(form, deque())
+        if free:
+            return free.pop()  # the one last used: still in cache
+        return (HeldPage if calls_are_dear(error) else Page)(x, error, order)
+
+    def give_back(self, pages: Sequence[Page]) -> None:
+        """Takes pages whose rows are written (from the writer's thread, too)."""
+        for page in pages:
+            page.clear()
+            self._free[page.form].append(page)
+
+    def forget(self) -> None:
+        """Frees the memory of pages that wait."""
+        for free in self._free.values():
+            free.clear()
+
+
+class Tape:
+    """The pages one layer's rows are written to."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self.pages: list[Page] = []
+
+    def write(self, step: int, batch: Batch, x: Tensor, error: Tensor, order: Order) -> int:
+        """Puts one use of the layer into the next slot; returns its bytes."""
+        page = self.pages[-1] if self.pages else self._turn(x, error, order)
+        form = (x.shape, error.shape, x.dtype, error.dtype, order)
+        if len(page.marks) == page.slots or page.form != form:
+            page = self._turn(x, error, order)
+        page.put(x, error)
+        page.marks.append((step, batch))
+        return page.slot_bytes
+
+    def take(self) -> list[Page]:
+        """The pages written so far; the next row begins a new one."""
+        pages, self.pages = self.pages, []
+        return pages
+
+    def _turn(self, x: Tensor, error: Tensor, order: Order) -> Page:
+        self.pages.append(self._pool.take(x, error, order))
+        return self.pages[-1]

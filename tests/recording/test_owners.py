@@ -1,0 +1,290 @@
+"""Whose row is it? Attribution where shapes do not say it, and what an experiment is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.recording.law import attribution_holds
+from tests.recording.structures import STRUCTURES, B, D, numbers
+from tests.told import told
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dualform
+from dualform.owners import CHANGED
+from dualform.owners.patterns import (
+    MIXES,
+    NOBODY,
+    Pattern,
+    codes,
+    judge,
+    owners_by,
+    patterns,
+)
+from dualform.owners.twins import Twins
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_what_a_sample_added_is_its_own_gradient(name: str, tmp_path: Path) -> None:
+    attribution_holds(STRUCTURES[name], tmp_path / "run")
+
+
+# Codes and patterns
+
+
+@given(st.integers(2, 300), st.integers(0, 5))
+def test_codes_tell_one_sample_from_two(samples: int, seed: int) -> None:
+    table = codes(samples, random.Random(seed))
+    words = [frozenset(torch.nonzero(table[:, s]).flatten().tolist()) for s in range(samples)]
+    assert len(set(words)) == samples
+    draw = random.Random(seed)
+    for _ in range(50):
+        one, other = draw.sample(range(samples), 2)
+        assert words[one] | words[other] not in words
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[tuple[int, ...], int, Pattern]:
+    samples = draw(st.integers(2, 6))
+    lead = draw(st.lists(st.integers(1, 4), max_size=2))
+    lead.insert(draw(st.integers(0, len(lead))), samples * draw(st.integers(1, 4)))
+    return tuple(lead), samples, draw(st.sampled_from(list(patterns(lead, samples))))
+
+
+@given(orders(), st.integers(0, 5))
+def test_every_pattern_is_found(order: tuple[tuple[int, ...], int, Pattern], seed: int) -> None:
+    lead, samples, pattern = order
+    members, places = codes(samples, random.Random(seed)), torch.arange(samples)
+    owners = owners_by(pattern, lead, places)
+    found = judge(lead, members[:, owners], members, places).pattern
+    assert found is not None
+    assert torch.equal(owners_by(found, lead, places), owners)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.integers(0, 5))
+def test_rows_in_any_order_are_given_to_their_samples(owners: list[int], seed: int) -> None:
+    members, rows = codes(6, random.Random(seed)), torch.tensor(owners)
+    found = judge((len(rows),), members[:, rows], members, torch.arange(6))
+    if found.pattern is not None:
+        found_owners = owners_by(found.pattern, (len(rows),), torch.arange(6))
+    else:
+        assert found.owners is not None
+        found_owners = found.owners
+    assert torch.equal(found_owners, rows)
+
+
+def test_rows_of_two_samples_and_of_none() -> None:
+    members = codes(6, random.Random(0))
+    both = members[:, [0, 1, 2, 3, 4, 5, 0]].clone()
+    both[:, 6] |= members[:, 1]
+    assert judge((7,), both, members, torch.arange(6)).reason == MIXES
+    assert judge((7,), torch.zeros_like(both), members, torch.arange(6)).reason == NOBODY
+
+
+# Worlds
+
+
+GENERATOR = torch.Generator()
+PRODUCTS = torch.randn(4, 6, 6, generator=GENERATOR)
+autocast = torch.autocast("cpu", torch.bfloat16)
+
+
+def cast_products(x: Tensor) -> Tensor:
+    """A kernel that is made of further calls, which autocast sees."""
+    return F.bilinear(x, x, PRODUCTS)
+
+
+def calls() -> Iterator[tuple[str, Any]]:
+    layers = {
+        "dropout": nn.Dropout(0.5),
+        "batch norm": nn.BatchNorm2d(3),
+        "instance norm": nn.InstanceNorm2d(3, affine=True, track_running_stats=True),
+        "pooling": nn.FractionalMaxPool2d(2, output_size=2),
+        "random slope": nn.RReLU(),
+    }
+    yield from layers.items()
+    yield "bilinear, cast", autocast(cast_products)
+    yield "noise", lambda x: x + torch.randn_like(x) * torch.rand(x.shape)
+    yield "in place", lambda x: x.clone().mul_(2).relu_().view(-1).add_(1).view(x.shape)
+    yield "into a part", lambda x: torch.zeros_like(x).index_copy_(0, torch.tensor([1, 0]), x[:2])
+    yield "own generator", lambda x: x * torch.rand(x.shape, generator=GENERATOR)
+
+
+@pytest.mark.parametrize(("name", "call"), list(calls()), ids=[name for name, _ in calls()])
+def test_the_real_pass_and_its_random_numbers_stay_as_they_are(name: str, call: Any) -> None:
+    x, state = torch.randn(4, 3, 6, 6), {}
+    found = []
+    for experiment in (False, True):
+        if isinstance(call, nn.Module):
+            state = state or {k: v.clone() for k, v in call.state_dict().items()}
+            call.load_state_dict(state)
+        torch.manual_seed(0)
+        GENERATOR.manual_seed(0)
+        twins = Twins(2)
+        if experiment:
+            for world in range(2):
+                twins.change([x], world, [x.roll(1 + world, 0)])
+        with twins if experiment else nullcontext():
+            out = call(x)
+        after = call.state_dict().values() if isinstance(call, nn.Module) else ()
+        found.append([out, torch.rand(3), torch.rand(3, generator=GENERATOR), *after])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_world_is_the_pass_with_other_inputs() -> None:
+    """Outside of cross-sample statistics, what a world holds is what the model would have given."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(144, 5),
+    )
+    x = torch.randn(4, 3, 6, 6)
+    other = torch.cat([x[:2], x[:1], x[3:]])
+    twins = Twins(1)
+    twins.change([x], 0, [other])
+    with twins:
+        out = model(x)
+    assert torch.equal(twins.twin(out, 0), model(other))
+
+
+def test_worlds_are_given_up_where_there_is_no_room() -> None:
+    x = torch.randn(8, 1000)
+    twins = Twins(4, room=100_000)
+    for world in range(4):
+        twins.change([x], world, [x.roll(1, 0)])
+    with twins:
+        kept = [x * n for n in range(100)]
+    assert len(kept) == 100
+    assert sum(twins.alive) < 4
+
+
+def test_a_slice_of_a_dataset_costs_no_more_than_itself() -> None:
+    data = torch.randn(1000, 100)
+    twins = Twins(1)
+    twins.change([data[40:44]], 0, [torch.zeros(4, 100)])
+    assert [memory.nbytes for memory in twins._memory.values()] == [4 * 100 * 4]
+
+
+# What cannot be given to samples
+
+
+class Centered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(D, D), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.enter(x)
+        return self.head(torch.tanh(h - h.mean(0)))
+
+
+def fit(model: nn.Module, path: Path, inputs: list[Tensor]) -> dualform.Audit:
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with told(path), dualform.record(model, optimizer, path) as recorder:
+        for x in inputs:
+            recorder.samples(range(len(x)))
+            F.cross_entropy(model(x), torch.arange(len(x)) % 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return dualform.open(path).audit()
+
+
+def reasons(audit: dualform.Audit) -> dict[str, str]:
+    """Why layers are kept by step; an empty reason where they are kept by row."""
+    return {
+        book.name.split(".")[0]: book.reason if book.granularity == "step" else ""
+        for book in audit.books
+    }
+
+
+def test_rows_that_mix_samples_are_kept_by_step(tmp_path: Path) -> None:
+    audit = fit(Centered(), tmp_path / "run", [numbers(B, D)(step) for step in range(3)])
+    assert reasons(audit) == {"enter": "", "head": MIXES}
+    assert audit.remainder < 1e-9
+
+
+class Turning(nn.Module):
+    """Samples come in another order from some pass on, for no reason that the data shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.head, self.passes = nn.Linear(D, D), nn.Linear(D, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        h = torch.tanh(self.mix(x.flip(0) if self.passes > 4 else x))
+        return self.head(h.flip(0) if self.passes > 4 else h)
+
+
+def test_an_order_that_changes_is_noticed_by_a_later_experiment(tmp_path: Path) -> None:
+    audit = fit(Turning(), tmp_path / "run", [numbers(B, D)(step) for step in range(20)])
+    assert reasons(audit) == {"mix": CHANGED, "head": ""}
+    assert audit.remainder < 1e-9
+
+
+def test_a_layer_first_used_later_is_seen_by_an_experiment(tmp_path: Path) -> None:
+    class Late(Turning):
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            return self.head(torch.tanh(self.mix(x)) if self.passes > 3 else x)
+
+    audit = fit(Late(), tmp_path / "run", [numbers(B, D)(step) for step in range(6)])
+    assert reasons(audit) == {"mix": "", "head": ""}
+
+
+@pytest.mark.parametrize("frozen", [lambda step: step < 41, lambda step: step > 3])
+@pytest.mark.parametrize("part", ["0", "2.weight"])
+def test_what_is_thawed_or_frozen_late_is_seen_by_an_experiment(
+    part: str, frozen: Any, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    changing = [p for name, p in model.named_parameters() if name.startswith(part)]
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(45):
+            for parameter in changing:
+                parameter.requires_grad_(not frozen(step))
+            recorder.samples(range(B))
+            F.cross_entropy(model(numbers(B, D)(step)), torch.arange(B) % 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    audit = dualform.open(tmp_path / "run").audit()
+    assert reasons(audit) == {"0": "", "2": ""}
+
+
+def test_one_sample_in_all_places_needs_no_experiment(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for step in range(3):
+            recorder.samples(["only"] * B)
+            F.cross_entropy(model(numbers(B, D)(step)), torch.arange(B) % 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = dualform.open(tmp_path / "run")
+    assert run.ids == ["only"]
+    assert reasons(run.audit()) == {"0": "", "2": ""}
+
+
+def test_a_later_experiment_that_tells_nothing_changes_nothing(tmp_path: Path) -> None:
+    """Such as one in which a layer happens to see the same of every sample."""
+
+    class Gated(Turning):
+        def forward(self, x: Tensor) -> Tensor:
+            self.passes += 1
+            h = torch.tanh(self.mix(x))
+            return self.head(h * 0 if self.passes > 4 else h)
+
+    audit = fit(Gated(), tmp_path / "run", [numbers(B, D)(step) for step in range(20)])
+    assert reasons(audit) == {"mix": "", "head": ""}
