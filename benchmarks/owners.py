@@ -16,8 +16,8 @@ import warnings
 from pathlib import Path
 
 import torch
-from tests.recording.law import attribution_holds
-from tests.recording.structures import STRUCTURES, Structure
+from tests.owners.law import attribution_holds
+from tests.owners.structures import STRUCTURES, Structure
 from torch.utils._pytree import tree_map_only
 
 import dualform

@@ -82,11 +82,11 @@ def plain() -> tuple[dict[str, Tensor], Tensor]:
 
 
 FAULTS = {
-    "forward: the batch": "record.watch.Watch._begin_batch",
+    "forward: the batch": "recording.watch.Watch._begin_batch",
     "forward: a kind of layer": "layers.linear.Linear.use",
     "forward: a recurrent layer": "layers.recurrent.Call.of",
     "forward: a composed function": "layers.composite._undelegated",
-    "forward: a hook on the graph": "record.watch.when_errors_come",
+    "forward: a hook on the graph": "recording.watch.when_errors_come",
     "experiment: its start": "owners.table.Owners.begin",
     "experiment: a call": "owners.twins.Twins._worlds",
     "experiment: a call in a world": "owners.twins.Twins._keep",
@@ -94,21 +94,21 @@ FAULTS = {
     "experiment: rows": "owners.trial.Trial.observe",
     "experiment: its end": "owners.trial.Trial.close",
     "backward: rows": "layers.recurrent.rows_of",
-    "backward: a stream": "record.watch.Ports.of",
-    "backward: a tape": "record.tape.Tape.write",
-    "before the step: gradients": "record.books.Books.observe",
-    "before the step: what is seen": "record.recorder.Recorder._observe",
-    "after the step: changes": "record.books.Books.changes",
-    "after the step: the watch": "record.watch.Watch.end_step",
-    "writer: settling": "record.settle.Settler.settle",
+    "backward: a stream": "recording.watch.Ports.of",
+    "backward: a tape": "recording.tape.Tape.write",
+    "before the step: gradients": "recording.books.Books.observe",
+    "before the step: what is seen": "recording.recorder.Recorder._observe",
+    "after the step: changes": "recording.books.Books.changes",
+    "after the step: the watch": "recording.watch.Watch.end_step",
+    "writer: settling": "recording.settle.Settler.settle",
     "writer: a block": "ledger.writer.LedgerWriter.append",
     "disk: a shard": "ledger.writer.write_tensors",
     "disk: the log": "ledger.writer.LedgerWriter._commit_rows",
-    "disk: a description": "record.recorder.describe_samples",
-    "checkpoint: weights": "record.kept.snapshot",
-    "checkpoint: waiting": "record.delivery.Delivery.wait",
-    "the end": "record.recorder.Recorder._finish",
-    "naming samples": "record.passes.Batches.name",
+    "disk: a description": "recording.recorder.describe_samples",
+    "checkpoint: weights": "recording.kept.snapshot",
+    "checkpoint: waiting": "recording.delivery.Delivery.wait",
+    "the end": "recording.recorder.Recorder._finish",
+    "naming samples": "recording.passes.Batches.name",
 }
 
 
@@ -217,7 +217,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Any, ids
 def test_a_failure_keeps_nothing_of_the_training_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inject(monkeypatch, "record.tape.Tape.write", 2)
+    inject(monkeypatch, "recording.tape.Tape.write", 2)
     with pytest.warns(RecordingEndedWarning):
         _, recorder = train(tmp_path / "run")
     assert recorder is not None
@@ -302,7 +302,7 @@ def test_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(LedgerError, match=r"No space left on device; make room\."):
             dualform.record(model, sgd(model), tmp_path / "run").__enter__()
     with monkeypatch.context() as patch:
-        inject(patch, "record.recorder.Books", 1)
+        inject(patch, "recording.recorder.Books", 1)
         with pytest.raises(RecorderFailedError, match=r"cannot start: KeyError: 'a defect'"):
             dualform.record(model, sgd(model), tmp_path / "run").__enter__()
     with (
@@ -317,7 +317,7 @@ def test_a_failure_inside_a_closure(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An optimizer that calls the loop's closure does so as before, whatever comes of ours."""
-    inject(monkeypatch, "record.books.Books.observe", 3)
+    inject(monkeypatch, "recording.books.Books.observe", 3)
     weights = []
     for path in (None, tmp_path / "run"):
         model = Net()

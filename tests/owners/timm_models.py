@@ -1,4 +1,4 @@
-"""Attribution in models of timm: `python -m tests.recording.timm_models FOLDER`.
+"""Attribution in models of timm: `python -m tests.owners.timm_models FOLDER`.
 
 timm imports torchvision, of which there is no build for the CPU. Its models use nothing of it, so
 an empty module stands in for it here.
@@ -82,8 +82,8 @@ def losses(model: nn.Module, x: Tensor) -> Tensor:
 def main(folder: Path) -> None:
     sys.path.append(str(Path(sys.prefix) / "timm"))
     sys.meta_path.append(_StandIn())
-    from tests.recording.law import attribution_holds
-    from tests.recording.structures import Structure, numbers
+    from tests.owners.law import attribution_holds
+    from tests.owners.structures import Structure, numbers
     from timm import models
 
     torch.set_num_threads(1)

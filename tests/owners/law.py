@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.recording.structures import Structure
+from tests.owners.structures import Structure
 from tests.told import told
 from torch import Tensor, nn
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.recording.law import attribution_holds
-from tests.recording.structures import STRUCTURES, B, D, numbers
+from tests.owners.law import attribution_holds
+from tests.owners.structures import STRUCTURES, B, D, numbers
 from tests.told import told
 from torch import Tensor, nn
 from torch.nn import functional as F

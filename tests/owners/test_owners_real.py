@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.recording.law import attribution_holds
-from tests.recording.structures import B, Structure, numbers, tokens
+from tests.owners.law import attribution_holds
+from tests.owners.structures import B, Structure, numbers, tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -132,7 +132,7 @@ def test_mixtures_of_experts(name: str, implementation: str, tmp_path: Path) -> 
 def test_models_of_timm(tmp_path: Path) -> None:
     """In a process of its own: timm is installed without the torchvision it would like to have."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.recording.timm_models", str(tmp_path)],
+        [sys.executable, "-m", "tests.owners.timm_models", str(tmp_path)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
