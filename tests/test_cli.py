@@ -101,8 +101,9 @@ def test_top_of_training_samples(demo: Path) -> None:
     assert facts["layer"] == "2"
     assert len(facts["for"]) == len(facts["against"]) == 8
     for check in facts["check"]:
-        parts = sum(value for name, value in check.items() if name != "total")
-        assert abs(parts - check["total"]) < 1e-9
+        explained = check["initial"] + check["evidence"] + check["booked by step"]
+        assert explained == pytest.approx(check["total"], rel=1e-5)
+        assert explained + check["remainder"] == pytest.approx(check["total"], rel=1e-9)
 
 
 def test_top_of_a_model_s_inputs(demo: Path) -> None:
@@ -264,7 +265,9 @@ def test_explain(demo: Path, asked: tuple[str, ...]) -> None:
     facts = json.loads(dualform("explain", *asked, "--target", "3", "--json", cwd=demo).stdout)
     assert facts["queries"] == ["0: output 3", "1: output 3"]
     parts = facts["check"][0]
-    assert sum(parts.values()) == pytest.approx(2 * parts["total"])
+    explained = parts["initial"] + parts["evidence"] + parts["booked by step"]
+    assert explained == pytest.approx(parts["total"], rel=2e-3)
+    assert explained + parts["remainder"] == pytest.approx(parts["total"], rel=1e-9)
     assert max(facts["completeness"]) <= 1e-3
     assert len(facts["for"]) == len(facts["against"]) == 20
     text = dualform("explain", *asked, "--target", "3", "--target", "5", cwd=demo).stdout

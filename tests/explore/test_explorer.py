@@ -57,6 +57,7 @@ def test_a_prediction_is_the_sum_of_its_evidence(visit: Visit, digits: Exhibit) 
     assert visit.value("check-total") == pytest.approx(float(reading.total[0]), rel=1e-5)
     parts = [visit.value(f"check-{part}") for part in ("initial", "evidence", "remainder")]
     assert sum(parts) == pytest.approx(visit.value("check-total"), abs=1e-5)
+    assert abs(parts[-1]) < 1e-5
     assert visit.value("check-error") < 1e-5
     expect(visit.at("verdict")).to_contain_text(f"Predicted {outputs.indices[0]}")
 

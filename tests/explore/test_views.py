@@ -67,6 +67,7 @@ def test_the_network_s_answer_is_the_explanation_s(explorer: Explorer) -> None:
     check = answer["check"]
     assert check["total"] == pytest.approx(expected.total[0])
     assert sum(check.values()) - check["total"] == pytest.approx(check["total"], abs=1e-9)
+    assert abs(check["remainder"]) <= 2e-3 * abs(check["total"] - check["initial"])
     assert answer["error"] < 2e-3
     shares = explorer.view("layers", {"query": "2", "output": "1"})
     by_layer = {share["layer"]: share["value"] for share in shares["shares"]}
@@ -228,6 +229,7 @@ def test_the_shares_of_layers_add_up(explorer: Explorer) -> None:
     parts = [found[name] for name in ("initial", "by_step", "remainder")]
     total = sum(share["value"] for share in found["shares"]) + sum(parts)
     assert total == pytest.approx(found["total"], abs=1e-6)
+    assert abs(found["remainder"]) <= 2e-3 * abs(found["total"] - found["initial"])
 
 
 def test_a_training_sample_needs_no_model(digits: Exhibit) -> None:

@@ -235,7 +235,8 @@ def test_results_print_convert_and_plot(trained: Trained) -> None:
         assert "<pre" in result._repr_html_()
     scores = reading.samples()
     assert scores.to_pandas().shape == scores.numpy().shape == tuple(scores.tensor().shape)
-    assert reading.top(3).to_pandas()["value"].is_monotonic_decreasing is not None
+    ranked = reading.top(3).to_pandas()
+    assert ranked.groupby("query")["value"].is_monotonic_decreasing.tolist() == [True, True]
     assert len(run.audit().to_pandas()) == 4
     assert reading.timeline("epoch").to_pandas().shape == (EPOCHS, 2)
     assert reading.timeline().numpy().shape == tuple(reading.timeline().tensor().shape)
