@@ -20,10 +20,10 @@ from dualform.explore.encoding import pieces
 from dualform.explore.exhibit import LONGEST_NAME, Exhibit, plain_label
 from dualform.explore.facts import grid, members_of, run_facts
 from dualform.explore.found import Found, Question, Reader
-from dualform.explore.given import Given
-from dualform.explore.kept import Kept
+from dualform.explore.parameters import Given
+from dualform.explore.cache import Kept
 from dualform.explore.pictures import picture, shorten
-from dualform.explore.sums import SHOWN, group, largest, ranked, strongest
+from dualform.explore.summaries import SHOWN, group, largest, ranked, strongest
 from dualform.ledger.samples import SampleId
 from dualform.read.removal import ACCOUNT, ESTIMATE, LAYER_ACCOUNT, less
 from dualform.read.scan import places
