@@ -32,7 +32,7 @@ READS: dict[str, Callable[[dualform.Run, nn.Module, Tensor], object]] = {
     "spotlight": lambda run, model, x: [r.samples() for r in run.spotlight(model, x).values()],
     "explain": lambda run, model, x: run.explain(model, x),
     "influence": lambda run, model, x: run.influence(model, x),
-    "forget": lambda run, model, x: run.forget(run.ids[:2]),
+    "subtract": lambda run, model, x: run.subtract(run.ids[:2]),
 }
 
 

@@ -185,7 +185,7 @@ export interface Suspects {
   samples: Evidence[]
 }
 
-export interface Forgotten {
+export interface Subtraction {
   ids: Id[]
   note: string
   before: Output[]
@@ -230,7 +230,7 @@ export interface Answers {
   acts: Acts
   sample: SampleFacts
   suspects: Suspects
-  forget: Forgotten
+  subtract: Subtraction
   books: Books
 }
 

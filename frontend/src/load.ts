@@ -143,7 +143,7 @@ function memory(source: Source): Map<string, unknown> {
   return known
 }
 
-/** The oldest is forgotten first. */
+/** The oldest is dropped first. */
 function remember(source: Source, key: string, value: unknown): void {
   const known = memory(source)
   known.set(key, value)

@@ -103,7 +103,7 @@ def test_without_all_samples_the_start_is_left(
 ) -> None:
     """Decayed where the optimizer decays; what was kept by step stays."""
     made = trained(name, optimizer)
-    left = made.run.forget(made.run.ids)
+    left = made.run.subtract(made.run.ids)
     assert sorted(made.run.ids) == list(range(SAMPLES))
     decay = (1 - RATE * DECAY) ** LOOP.steps if optimizer == "AdamW" else 1.0
     before, after = dict(made.before.named_parameters()), dict(made.model.named_parameters())

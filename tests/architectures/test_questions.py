@@ -150,12 +150,12 @@ def test_timelines_add_up(trained: Callable[..., Trained], name: str, optimizer:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", NAMES)
-def test_forgetting_takes_away_what_the_spotlight_shows(
+def test_subtracting_takes_away_what_the_spotlight_shows(
     trained: Callable[..., Trained], name: str, optimizer: str
 ) -> None:
     made, gone = trained(name, optimizer), [3, 8, 10]
     reading = made.run.spotlight(made.model, made.queries([5, 1])).last
-    left, now = made.run.forget(gone), made.run.state_dict()
+    left, now = made.run.subtract(gone), made.run.state_dict()
     scores = reading.samples()
     shown = scores.values[[scores.ids.index(sample) for sample in gone]].sum(0)
     prefix = f"{reading.layer}."

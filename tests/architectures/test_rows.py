@@ -23,14 +23,14 @@ from torch.nn import functional as F
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_samples_share_is_its_own_gradient(stepped: Callable[[str], Stepped], name: str) -> None:
-    """One step: what forgetting a sample gives back is the step's rate times its gradient."""
+    """One step: what subtracting a sample gives back is the step's rate times its gradient."""
     made = stepped(name)
     twin = copy.deepcopy(made.given.model).eval()
     after = dict(made.model.named_parameters())
     for sample in made.ids:
         twin.zero_grad()
         made.given.loss(twin, torch.tensor([sample])).backward()
-        left = made.run.forget([sample])
+        left = made.run.subtract([sample])
         for key, parameter in twin.named_parameters():
             share = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             expected = after[key].detach() + made.rate * share

@@ -30,8 +30,8 @@ def test_packed_sequences_are_the_padded_ones(tmp_path: Path) -> None:
         train(given, model, "SGD", path=path)
     one, other = (dualform.open(tmp_path / name) for name in ("padded", "packed"))
     for sample in range(SAMPLES):
-        for key, weight in one.forget([sample]).items():
-            torch.testing.assert_close(other.forget([sample])[key], weight, rtol=1e-9, atol=1e-12)
+        for key, weight in one.subtract([sample]).items():
+            torch.testing.assert_close(other.subtract([sample])[key], weight, rtol=1e-9, atol=1e-12)
     batch, _ = given.of(torch.tensor([2, 5, 0]))
     first, second = one.spotlight(padded, batch), other.spotlight(packed, batch)
     assert list(first) == list(second)
@@ -62,7 +62,7 @@ def test_time_first_where_there_are_as_many_steps_as_samples(tmp_path: Path) -> 
     twin(drawn[:, 1:2]).square().sum().backward()
     run = dualform.open(tmp_path / "run")
     for key, parameter in twin.named_parameters():
-        share = run.forget([1])[key] - run.state_dict()[key]
+        share = run.subtract([1])[key] - run.state_dict()[key]
         torch.testing.assert_close(share, parameter.grad, rtol=1e-9, atol=1e-12, msg=key)
 
 
@@ -93,5 +93,5 @@ def test_chosen_tokens_are_not_given_to_another_sample(tmp_path: Path, lengths: 
     assert run.audit().remainder <= 1e-12
     if run.audit().coverage == 1.0:
         twin(tokens[:1], mask[:1]).square().sum().backward()
-        share = run.forget([0])["head.weight"] - run.state_dict()["head.weight"]
+        share = run.subtract([0])["head.weight"] - run.state_dict()["head.weight"]
         torch.testing.assert_close(share, twin.head.weight.grad)

@@ -54,20 +54,20 @@ def test_layers_shares_are_those_of_the_position_beside_them(
     assert shares == pytest.approx(network["check"]["evidence"], abs=1e-6)
 
 
-def test_forgetting_is_about_the_position_that_is_asked(explorer: Explorer) -> None:
+def test_subtracting_is_about_the_position_that_is_asked(explorer: Explorer) -> None:
     for ask in ("layer", "network"):
         asked = {"query": "1", "ask": ask, "place": "2", "output": "4"}
         answer = explorer.view("answer", asked)
         own = {line["output"]: line["value"] for line in answer["outputs"]}
-        forgotten = explorer.view("forget", asked | {"id": ["3", "5"], "estimate": "1"})
-        before = {line["output"]: line["value"] for line in forgotten["before"]}
+        subtracted = explorer.view("subtract", asked | {"id": ["3", "5"], "estimate": "1"})
+        before = {line["output"]: line["value"] for line in subtracted["before"]}
         assert 4 in before
         assert before == pytest.approx({output: own[output] for output in before}, abs=1e-5)
         removed = explorer.view("answer", asked | {"ask": "removed"})
         lost = explorer.view("acts", asked | {"ask": "removed", "id": "3"})["value"]
         lost += explorer.view("acts", asked | {"ask": "removed", "id": "5"})["value"]
         there = {line["output"]: line["value"] for line in removed["outputs"]}[4]
-        assert forgotten["asked"]["retrained"] == pytest.approx(there - lost, abs=1e-5)
+        assert subtracted["asked"]["retrained"] == pytest.approx(there - lost, abs=1e-5)
 
 
 def test_a_sample_s_effects_are_what_their_links_show(explorer: Explorer, patches: Exhibit) -> None:

@@ -202,13 +202,13 @@ def test_when_a_sample_acts(visit: Visit, explorer: Explorer) -> None:
     expect(visit.at("sample").get_by_role("heading", level=1)).to_have_text(f"Sample {best}")
 
 
-def test_forgetting_samples(visit: Visit, explorer: Explorer) -> None:
+def test_subtracting_samples(visit: Visit, explorer: Explorer) -> None:
     answer = explorer.view("answer", {"query": "0"})
     ids = [str(line["id"]) for line in answer["sides"]["for"]["samples"][:2]]
     for name in ids:
         visit.at(f"tick-{name}").check()
     asked = {"query": "0", "id": ids, "estimate": "1"}
-    expected = explorer.view("forget", asked)["asked"]
+    expected = explorer.view("subtract", asked)["asked"]
     eventually(lambda: visit.value("before"), expected["before"])
     eventually(lambda: visit.value("after"), expected["after"])
     if visit.at("estimate").count():

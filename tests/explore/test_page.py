@@ -226,7 +226,7 @@ def test_every_view_has_its_json(visit: Visit) -> None:
         "/suspects": ["suspects"],
         "/books": ["books"],
         "/sample?sample=7": ["sample"],
-        "/query?tick=7": ["forget"],
+        "/query?tick=7": ["subtract"],
     }.items():
         visit.go(page)
         for view in views:

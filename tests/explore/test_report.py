@@ -16,7 +16,7 @@ from torch import nn
 import dualform
 from dualform.errors import DualformError, ReadingError, RecordingWarning
 from dualform.explore import Exhibit, Explorer, Query, write_report
-from dualform.explore.given import Given
+from dualform.explore.parameters import Given
 from dualform.explore.views import Json
 from dualform.ledger.samples import Preview
 

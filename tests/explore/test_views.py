@@ -183,7 +183,7 @@ def test_without_some_samples_there_is_one_account_and_one_estimate(
     """The headline, its table and Python say the same, whichever question the page shows."""
     exhibit, run = explorer.exhibit, explorer.run
     asked = {"query": "0", "ask": ask, "id": ["3", "5"], "estimate": "1"}
-    found = explorer.view("forget", asked)
+    found = explorer.view("subtract", asked)
     removal = run.without([3, 5], exhibit.model, exhibit.subject("0").x)
     assert found["asked"]["before"] == pytest.approx(removal.before[0], abs=1e-5)
     assert found["asked"]["after"] == pytest.approx(removal.accounted[0], abs=1e-5)
@@ -201,7 +201,7 @@ def test_without_some_samples_there_is_one_account_and_one_estimate(
 def test_a_layer_without_some_samples(ask: str, explorer: Explorer) -> None:
     """All outputs of the layer, less what they added to it; what it adds up to beforehand."""
     asked = {"query": "0", "ask": ask, "id": ["3", "5"], "estimate": "1"}
-    found = explorer.view("forget", asked)
+    found = explorer.view("subtract", asked)
     answer, amounts = explorer.view("answer", {"query": "0"}), every(explorer, query="0")
     assert found["asked"]["before"] == pytest.approx(answer["check"]["total"], abs=1e-5)
     assert found["asked"]["after"] == pytest.approx(
@@ -209,14 +209,14 @@ def test_a_layer_without_some_samples(ask: str, explorer: Explorer) -> None:
     )
     for one in found["after"]:
         other = {"query": "0", "output": str(one["output"]), "id": ["3", "5"]}
-        alone = explorer.view("forget", other)["asked"]["after"]
+        alone = explorer.view("subtract", other)["asked"]["after"]
         assert one["value"] == pytest.approx(alone, abs=1e-5)
     assert found["note"] == LAYER_ACCOUNT
 
 
 def test_no_estimate_of_what_is_no_output_of_the_model(digits: Exhibit) -> None:
     asked = {"query": "0", "layer": "0", "output": "3", "id": "3", "estimate": "1"}
-    assert Explorer(digits).view("forget", asked)["asked"]["retrained"] is None
+    assert Explorer(digits).view("subtract", asked)["asked"]["retrained"] is None
 
 
 def test_a_report_says_the_same_of_what_is_without_some_samples() -> None:
@@ -238,10 +238,10 @@ def test_a_training_sample_needs_no_model(digits: Exhibit) -> None:
     reading = digits.run.revisit([7])["0"]
     amounts = every(alone, query="sample:7", layer="0")
     np.testing.assert_allclose(amounts, reading.samples().values[:, 0], atol=1e-9)
-    without = alone.view("forget", {"query": "sample:7", "layer": "0", "id": ["1", "2"]})
+    without = alone.view("subtract", {"query": "sample:7", "layer": "0", "id": ["1", "2"]})
     after = {o["output"]: o["value"] for o in without["after"]}
     assert after[answer["output"]] == pytest.approx(without["asked"]["after"])
-    last = alone.view("forget", {"query": "sample:7", "layer": "2", "id": ["1", "2"]})
+    last = alone.view("subtract", {"query": "sample:7", "layer": "2", "id": ["1", "2"]})
     assert len(last["after"]) == 10  # of the other layer, though the samples are the same
     left = answer["check"]["total"] - amounts[[1, 2]].sum()
     assert left == pytest.approx(after[answer["output"]])
@@ -364,7 +364,7 @@ def test_wrong_queries_only(digits: Exhibit) -> None:
         ("answer", {"query": "text: "}, "the text has 1 characters; expected 1 to 20,000."),
         ("evidence", {"query": "0", "side": "both"}, "side='both'; there are for, against."),
         ("acts", {"query": "0", "id": "many"}, "sample 'many' is not in this run"),
-        ("forget", {"query": "0"}, "0 values of 'id'; give 1 to 10,000."),
+        ("subtract", {"query": "0"}, "0 values of 'id'; give 1 to 10,000."),
         ("nothing", {}, "there is no view 'nothing'; there are acts, answer, books"),
     ],
 )

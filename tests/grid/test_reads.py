@@ -126,22 +126,22 @@ def gap(one: Tensor, other: Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", ALONE)
-def test_what_is_forgotten_are_the_sample_s_own_gradients(case: str, tmp_path: Path) -> None:
+def test_what_is_subtracted_are_the_sample_s_own_gradients(case: str, tmp_path: Path) -> None:
     found = Trained.on(case, tmp_path / "run")
     state = found.run.state_dict()
     for sample in (0, 5):
-        left = found.run.forget([sample])
+        left = found.run.subtract([sample])
         for name, change in found.added(sample).items():
             assert gap(state[name] - left[name], change) <= EXACT, name
 
 
 @pytest.mark.parametrize("case", ALONE)
-def test_forgetting_every_sample_leaves_the_start(case: str, tmp_path: Path) -> None:
+def test_subtracting_every_sample_leaves_the_start(case: str, tmp_path: Path) -> None:
     given = problem(case, torch.float64)
     start = {name: p.detach().clone() for name, p in given.model.named_parameters()}
     given.train("SGD", tmp_path / "run")
     run = open_run(tmp_path / "run")
-    left = run.forget(run.ids)
+    left = run.subtract(run.ids)
     for name, weight in start.items():
         assert gap(left[name], weight) <= EXACT, name
 

@@ -53,7 +53,7 @@ def read_everything(path: Path) -> dict[str, Any]:
         "ids": run.ids,
         "audit": str(run.audit().to_dict()),
         "weights": {name: w.tolist() for name, w in run.state_dict().items()},
-        "forgotten": {name: w.tolist() for name, w in run.forget(["ant"]).items()},
+        "subtracted": {name: w.tolist() for name, w in run.subtract(["ant"]).items()},
         "evidence": {layer: reading[layer].check.lines(0) for layer in run.layers},
     }
 

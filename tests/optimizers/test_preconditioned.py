@@ -161,7 +161,7 @@ def test_going_on_after_a_break(name: str, tmp_path: Path) -> None:
 def test_the_parts_add_up(
     name: str, dense: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Initial value, samples and remainder are the output, and samples what `forget` takes away."""
+    """Initial value, samples, remainder are the output; samples are what `subtract` takes away."""
     monkeypatch.setattr(contributions, "DENSE", dense)
     contract = TestPreconditioned()
     contract.optimizer, contract.options = name, {}
@@ -169,7 +169,7 @@ def test_the_parts_add_up(
     train_model(model, optimizer, x, y, Loop(steps=12, schedule=True), tmp_path / "run")
     run = dualform.open(tmp_path / "run")
     gone = run.ids[2:4]
-    left = run.forget(gone)
+    left = run.subtract(gone)
     for layer, reading in run.spotlight(model, x[:4]).items():
         values = reading.samples().values
         actual = (reading.queries.outputs * reading.directions).sum(1).numpy()

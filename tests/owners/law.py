@@ -21,7 +21,7 @@ Added = dict[tuple[Any, str], Tensor]
 def attribution_holds(
     case: Structure, path: Path, reach: float = 1e-9, lr: float = 0.05, steps: int = 4
 ) -> dualform.Audit:
-    """Records plain descent, and compares what `forget` takes away with gradients by sample."""
+    """Records plain descent, and compares what `subtract` takes away with gradients by sample."""
     model = case.make()
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     truth: Added = {}
@@ -61,7 +61,7 @@ def _compare(
 ) -> dualform.Audit:
     audit, now = run.audit(), run.state_dict()
     samples = list(dict.fromkeys(sample for sample, _ in truth))
-    without = {sample: run.forget([sample]) for sample in samples}
+    without = {sample: run.subtract([sample]) for sample in samples}
     for book in audit.books:
         reason = next((by_step[part] for part in by_step if part in book.name), None)
         assert (book.granularity == "step") == (reason is not None), audit

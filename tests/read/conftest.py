@@ -45,12 +45,12 @@ class Recorded:
     run: Run
 
     def added(self, sample: int) -> dict[str, Tensor]:
-        """What a sample added to every parameter: what is missing once it is forgotten."""
-        left, trained = self.run.forget([sample]), self.run.state_dict()
+        """What a sample added to every parameter: what is missing once it is subtracted."""
+        left, trained = self.run.subtract([sample]), self.run.state_dict()
         return {book.name: trained[book.name] - left[book.name] for book in self.run.info.books}
 
     def account(self, explanation: Explanation) -> Tensor:
-        """(samples, queries): `⟨Ḡ, W_T − forget([i])⟩`."""
+        """(samples, queries): `⟨Ḡ, W_T − subtract([i])⟩`."""
         (questions,) = explanation.questions
         return torch.stack([self.along(questions.directions, self.added(i)) for i in self.run.ids])
 

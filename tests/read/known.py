@@ -95,8 +95,8 @@ class Known:
         return [found[i] for i in range(10)]
 
     def contributions(self) -> Tensor:
-        """C (samples, parameters): what forgetting each sample takes away."""
-        trained, left = flat(self.run.state_dict()), [self.run.forget([i]) for i in range(10)]
+        """C (samples, parameters): what subtracting each sample takes away."""
+        trained, left = flat(self.run.state_dict()), [self.run.subtract([i]) for i in range(10)]
         return torch.stack([trained - flat(weights) for weights in left])
 
     def directions(self) -> Tensor:

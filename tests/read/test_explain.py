@@ -81,7 +81,7 @@ def assert_sum(made: Any, explanation: Explanation, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("optimizer", MANY)
-def test_a_score_is_what_is_missing_once_the_sample_is_forgotten(
+def test_a_score_is_what_is_missing_once_the_sample_is_subtracted(
     optimizer: str, recorded: Make
 ) -> None:
     made = recorded(optimizer)
@@ -227,7 +227,7 @@ def assert_row_by_row(made: Any) -> None:
 
 
 def assert_columns(made: Any, grouping: Grouping) -> None:
-    """Line by line of the matrix or in one piece; together, what `forget` takes away."""
+    """Line by line of the matrix or in one piece; together, what `subtract` takes away."""
     accounting = made.run._accounting
     whole, parts = (
         columns_of(Contributions(accounting, grouping, memory=memory)) for memory in (1 << 30, 1)

@@ -172,7 +172,7 @@ def test_ridge_where_steps_turn_gradients(tmp_path: Path) -> None:
             muon.step()
             muon.zero_grad()
     run = dualform.open(tmp_path / "run")
-    left = [run.state_dict()["weight"] - run.forget([i])["weight"] for i in range(6)]
+    left = [run.state_dict()["weight"] - run.subtract([i])["weight"] for i in range(6)]
     C, g = torch.stack(left).double(), torch.eye(3)[1][:, None] * x[:2][:, None]
     h = (C.square().mean(0) / (0.1 * seen).double().square().mean(0)).sqrt().sqrt()
     parts = [solved((C / h)[:, u], (g.double() * h)[:, u], 3.0) for u in range(3)]

@@ -158,9 +158,9 @@ def test_reading_as_of_an_earlier_step(trained: Trained) -> None:
     assert np.isnan(trained.run.at(3).audit().remainder)
 
 
-def test_forgetting_takes_contributions_away(trained: Trained) -> None:
+def test_subtracting_takes_contributions_away(trained: Trained) -> None:
     gone = [3, 8]
-    state = trained.run.forget(gone)
+    state = trained.run.subtract(gone)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     model.load_state_dict(state)
     reading = trained.run.spotlight(trained.model, trained.x[:4], output=2)["2"]
@@ -168,7 +168,7 @@ def test_forgetting_takes_contributions_away(trained: Trained) -> None:
     after = (query @ model[2].weight.T + model[2].bias)[:, 2].detach().numpy()
     lost = reading.samples().values[gone].sum(0)
     assert abs(after - (reading.total - lost)).max() < 1e-13
-    everything = trained.run.forget(trained.run.ids)
+    everything = trained.run.subtract(trained.run.ids)
     kept = (1 - trained.lr * trained.decay) ** 20
     initial = trained.run.at(0).state_dict()
     for name, weight in everything.items():
@@ -206,7 +206,7 @@ def test_string_ids(tmp_path: Path, trained: Trained) -> None:
     second = named.run.spotlight(named.model, named.x[:2])["2"].samples()
     by_name = dict(zip(second.ids, second.values.tolist(), strict=True))
     assert [by_name[names[i]] for i in first.ids] == first.values.tolist()
-    assert named.run.forget([names[4]])["2.weight"].shape == (3, 7)
+    assert named.run.subtract([names[4]])["2.weight"].shape == (3, 7)
 
 
 def test_one_shard_or_many(tmp_path: Path, trained: Trained) -> None:
@@ -252,7 +252,7 @@ def test_questions_a_run_cannot_answer(trained: Trained) -> None:
     with pytest.raises(UnknownStepError, match="step 99 is not in this run; it has steps 0 to 20"):
         run.at(99)
     with pytest.raises(UnknownSampleError, match="sample 77 is not in this run; it has 30 samples"):
-        run.forget([77])
+        run.subtract([77])
     with pytest.raises(ReadingError, match="output=9 does not fit 30 queries of a layer with 7"):
         run.spotlight(model, x, output=9)["0"]
     with pytest.raises(ReadingError, match="timeline by 'week': there are 'step' and 'epoch'"):
@@ -278,7 +278,7 @@ def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
     with pytest.raises(ReadingError, match="no layer of this run was booked by row"):
         run.timeline(model, x)
     with pytest.raises(UnknownSampleError, match="this run knows no samples"):
-        run.forget([1])
+        run.subtract([1])
 
 
 def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_run_without_steps_says_so(tmp_path: Path) -> None:
         ),
         (lambda run, reading: reading.top(0), "k=0: ask for at least one sample"),
         (lambda run, reading: reading.by([0, 1]), r"by\(list\): give 'label', a mapping"),
-        (lambda run, reading: run.forget(3), r"got the id 3; give a list of ids: \[3\]"),
+        (lambda run, reading: run.subtract(3), r"got the id 3; give a list of ids: \[3\]"),
         (lambda run, reading: run.revisit("a"), "give a list of ids"),
     ],
 )

@@ -442,7 +442,7 @@ def without_second_pass(model: nn.Module, path: Path) -> tuple[dict[str, Tensor]
             descend(F.mse_loss(first, y) + model(2 * x).square().mean(), optimizer)
     run = dualform.open(path)
     second = [sample for sample in run.ids if int(sample) >= 100]
-    return (run.forget(second) if second else {}), run.audit().coverage
+    return (run.subtract(second) if second else {}), run.audit().coverage
 
 
 def test_what_is_computed_again_belongs_to_its_own_batch(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_sample_added_what_its_loss_did(name: str, tmp_path: Path) -> None:
     assert audit.remainder < 1e-12, audit
     full = run.state_dict()
     for sample, expected in enumerate(added):
-        without = run.forget([sample])
+        without = run.subtract([sample])
         for book in (book for book in audit.books if book.granularity == "row"):
             share, wanted = full[book.name] - without[book.name], expected[book.name]
             size = max(float(other[book.name].norm()) for other in added)

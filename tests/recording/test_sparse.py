@@ -72,7 +72,7 @@ def test_sparse_gradients_leave_the_rows_of_dense_ones(
         audit = run.audit()
         assert audit.coverage == 1.0
         assert audit.remainder <= 1e-10
-        worth[sparse] = run.forget([3])["table.weight"]
+        worth[sparse] = run.subtract([3])["table.weight"]
     assert torch.allclose(worth[True], worth[False], rtol=0, atol=1e-12)
 
 

@@ -163,7 +163,7 @@ def test_the_same_use_in_two_ways_is_one_stream(tmp_path: Path) -> None:
     assert run.layers == ["w"]
     assert [book.rows for book in run.audit().books] == [5 * 2 + 5]
     twin(x[3:4]).square().sum().backward()
-    share = run.forget([3])["w"] - run.state_dict()["w"]
+    share = run.subtract([3])["w"] - run.state_dict()["w"]
     torch.testing.assert_close(share, twin.w.grad, rtol=1e-12, atol=1e-12)
     spotlight = run.spotlight(model, x[:1])
     assert spotlight["w"].queries.names == ["0[0] (call 1)", "0[1] (call 1)", "0 (call 2)"]

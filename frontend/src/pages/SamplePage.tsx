@@ -51,7 +51,7 @@ function Facts({ facts }: { facts: SampleFacts }) {
           ).
         </p>
         <p class="ticking">
-          <Tick id={String(facts.id)} name={sampleName(facts.id, facts.label)} /> Forget it
+          <Tick id={String(facts.id)} name={sampleName(facts.id, facts.label)} /> Subtract it
         </p>
         {source.carries("answer", paramsOf(itself)) && (
           <p class="links">

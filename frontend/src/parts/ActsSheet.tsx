@@ -51,7 +51,7 @@ function Where({ acts }: { acts: Acts }) {
             {acts.label === null ? "It has no label." : <>Its label is {String(acts.label)}.</>}
           </p>
           <p class="ticking">
-            <Tick id={String(acts.id)} name={name} /> Forget it
+            <Tick id={String(acts.id)} name={name} /> Subtract it
           </p>
         </div>
       </div>

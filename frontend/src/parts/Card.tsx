@@ -60,12 +60,12 @@ export function Card({ evidence, scale, row = false }: Props) {
 export function Tick({ id, name }: { id: string; name: string }) {
   const { state, go } = useExplorer()
   return (
-    <label class="tick" title={`Forget ${name}`}>
+    <label class="tick" title={`Subtract ${name}`}>
       <input
         type="checkbox"
         checked={state.ticked.includes(id)}
         onChange={() => go({ ticked: tick(state.ticked, id) }, true)}
-        aria-label={`Forget ${name}`}
+        aria-label={`Subtract ${name}`}
         data-testid={`tick-${id}`}
       />
     </label>

@@ -1,5 +1,5 @@
 import { useState } from "preact/hooks"
-import type { Forgotten, Question } from "../api.ts"
+import type { Subtraction, Question } from "../api.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
 import { Scale } from "../numbers.ts"
@@ -12,23 +12,23 @@ export function Tray() {
   const { state, go } = useExplorer()
   const { asked, source, run } = usePane()
   const { query, ask, layer, output } = asked
-  const wanted = query && state.ticked.length ? "forget" : null
+  const wanted = query && state.ticked.length ? "subtract" : null
   const [estimated, setEstimated] = useState(false)
   const estimate = estimated || ask === "removed" ? 1 : null
   const params = { query, ask, layer, output, id: state.ticked, estimate }
   const loaded = useGet(source, wanted, params)
   if (!wanted) return null
-  const link = source.link("forget", params)
+  const link = source.link("subtract", params)
   return (
-    <aside class="tray" aria-label="Forgetting" data-testid="tray">
+    <aside class="tray" aria-label="Subtracting" data-testid="tray">
       <div class="inside">
         <p class="headline">
           Without {plural(state.ticked.length, "ticked sample")}
-          {loaded.value && <Change forgotten={loaded.value} />}
+          {loaded.value && <Change subtraction={loaded.value} />}
         </p>
         <Waiting of={loaded} doing="Taking the ticked samples away" />
-        {loaded.value && <Kind forgotten={loaded.value} />}
-        {loaded.value && loaded.value.after.length > 1 && <Others forgotten={loaded.value} />}
+        {loaded.value && <Kind subtraction={loaded.value} />}
+        {loaded.value && loaded.value.after.length > 1 && <Others subtraction={loaded.value} />}
         <p class="links">
           {loaded.value?.asked.retrained === null && run.questions.some(canEstimate) && (
             <button
@@ -54,7 +54,7 @@ export function Tray() {
               href={link}
               target="_blank"
               rel="noreferrer"
-              aria-label="Forgetting as JSON"
+              aria-label="Subtraction as JSON"
             >
               JSON
             </a>
@@ -70,8 +70,8 @@ function canEstimate({ ask, available }: Question): boolean {
   return ask === "removed" && available
 }
 
-function Change({ forgotten }: { forgotten: Forgotten }) {
-  const { output, before, after, retrained } = forgotten.asked
+function Change({ subtraction }: { subtraction: Subtraction }) {
+  const { output, before, after, retrained } = subtraction.asked
   const scale = new Scale([before, after, retrained ?? 0], 4)
   return (
     <span role="status">
@@ -89,18 +89,18 @@ function Change({ forgotten }: { forgotten: Forgotten }) {
 }
 
 /** Whether the numbers are an account or an estimate. */
-function Kind({ forgotten }: { forgotten: Forgotten }) {
-  const { retrained, estimate } = forgotten.asked
+function Kind({ subtraction }: { subtraction: Subtraction }) {
+  const { retrained, estimate } = subtraction.asked
   return (
     <p class="small" data-testid="kind">
-      {forgotten.note}
+      {subtraction.note}
       {retrained !== null && ` ${estimate}`}
     </p>
   )
 }
 
-function Others({ forgotten }: { forgotten: Forgotten }) {
-  const { before, after } = forgotten
+function Others({ subtraction }: { subtraction: Subtraction }) {
+  const { before, after } = subtraction
   const scale = new Scale([...before, ...after].map((one) => one.value))
   return (
     <details>

@@ -6,7 +6,7 @@ import type {
   Carried,
   Evidence,
   EvidenceList,
-  Forgotten,
+  Subtraction,
   Group,
   Highlights,
   Id,
@@ -61,7 +61,7 @@ export class CarriedSource implements Source {
     layers: (params) => this.layers(params),
     acts: (params) => this.acts(params),
     sample: (params) => this.sample(params),
-    forget: (params) => this.forget(params),
+    subtract: (params) => this.subtract(params),
   }
 
   constructor(carried: Carried) {
@@ -184,7 +184,7 @@ export class CarriedSource implements Source {
   }
 
   /** An account: outputs less the ticked samples' amounts, for the outputs that are carried. */
-  private forget(params: Params): Forgotten {
+  private subtract(params: Params): Subtraction {
     const ids = Array.isArray(params.id) ? params.id : [params.id ?? ""]
     const { ask, layer, output, outputs } = this.kept(params)
     const ofLayer = ask === "layer" || ask === "keys"

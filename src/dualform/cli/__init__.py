@@ -10,7 +10,7 @@ from dualform.cli.evaluations import evaluate
 from dualform.cli.explorer import demo, report, view
 from dualform.cli.runs import audit, info, top
 from dualform.cli.studies import study
-from dualform.cli.whole import explain, influence
+from dualform.cli.network import explain, influence
 from dualform.errors import DualformError
 
 

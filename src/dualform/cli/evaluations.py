@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from dualform.cli.given import as_json, count, imported, print_json, print_results, run_argument
+from dualform.cli.options import as_json, count, imported, print_json, print_results, run_argument
 from dualform.evaluate import GroundTruth, Retraining, lds, load_scores
 from dualform.read import open_run
 

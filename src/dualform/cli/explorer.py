@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dualform.cli.given import MODEL, as_json, given_queries, print_json, run_argument
+from dualform.cli.options import MODEL, as_json, given_queries, print_json, run_argument
 from dualform.demo import EPOCHS, run_demo
 from dualform.explore import Exhibit, Explorer, write_report
 from dualform.explore.show import missing

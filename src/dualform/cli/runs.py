@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from dualform.cli.given import (
+from dualform.cli.options import (
     INPUT,
     MODEL,
     as_json,

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dualform.cli.given import as_json, print_json, print_results
+from dualform.cli.options import as_json, print_json, print_results
 
 
 @click.group()

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 
 from dualform.errors import EvaluationError
-from dualform.evaluate.given import ScoresLike, by_position
+from dualform.evaluate.scores import ScoresLike, by_position
 from dualform.evaluate.ranks import Ranks, correlation
 from dualform.evaluate.truth import GroundTruth
 from dualform.read.scores import Array

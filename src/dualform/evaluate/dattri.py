@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import EvaluationError
-from dualform.evaluate.given import ScoresLike, by_position
+from dualform.evaluate.scores import ScoresLike, by_position
 from dualform.evaluate.truth import GroundTruth
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import EvaluationError
-from dualform.evaluate.given import ScoresLike, by_position
+from dualform.evaluate.scores import ScoresLike, by_position
 from dualform.read import Run
 
 try:

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 
 from dualform.errors import EvaluationError
-from dualform.evaluate.given import ScoresLike, matrix
+from dualform.evaluate.scores import ScoresLike, matrix
 from dualform.read.scores import Array
 from dualform.read.shown import Shown, framed, pandas_frame
 

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 
 from dualform.errors import EvaluationError
-from dualform.evaluate.given import ScoresLike, by_position
+from dualform.evaluate.scores import ScoresLike, by_position
 from dualform.evaluate.workers import Ids, Job, Task, train_all
 from dualform.read.scores import Array, Scores
 from dualform.read.shown import Shown, framed, matplotlib_axes, signed

@@ -172,7 +172,7 @@ class Reader:
         stream, terms, inputs = info.stream(layer), info.terms_of(layer), reading.queries.inputs
         with_them, without = (
             layer_output(stream, terms, weights, inputs)[0].numpy()
-            for weights in (reading.source.weights, self.exhibit.run.forget(ids))
+            for weights in (reading.source.weights, self.exhibit.run.subtract(ids))
         )
         left: Array = found.outputs - (with_them - without)
         return left

@@ -11,7 +11,7 @@ import numpy as np
 
 from dualform.errors import ReadingError
 from dualform.explore.exhibit import Exhibit, plain_label
-from dualform.explore.given import Given
+from dualform.explore.parameters import Given
 from dualform.explore.page import carried_page
 from dualform.explore.views import Explorer, Json
 from dualform.ledger.files import write_durably

@@ -20,10 +20,10 @@ from dualform.explore.encoding import pieces
 from dualform.explore.exhibit import LONGEST_NAME, Exhibit, plain_label
 from dualform.explore.facts import grid, members_of, run_facts
 from dualform.explore.found import Found, Question, Reader
-from dualform.explore.given import Given
-from dualform.explore.kept import Kept
+from dualform.explore.parameters import Given
+from dualform.explore.cache import Kept
 from dualform.explore.pictures import picture, shorten
-from dualform.explore.sums import SHOWN, group, largest, ranked, strongest
+from dualform.explore.summaries import SHOWN, group, largest, ranked, strongest
 from dualform.ledger.samples import SampleId
 from dualform.read.removal import ACCOUNT, ESTIMATE, LAYER_ACCOUNT, less
 from dualform.read.scan import places
@@ -35,7 +35,7 @@ Json: TypeAlias = dict[str, Any]
 MOST_EFFECTS = 256
 """Over how many queries a training sample's effects are looked for."""
 MOST_LISTED = 500
-MOST_FORGOTTEN = 10_000
+MOST_SUBTRACTED = 10_000
 MOST_HIGHLIGHTED = 100
 
 
@@ -60,7 +60,7 @@ class Explorer:
             "answer": self._answer,
             "books": self._books,
             "evidence": self._evidence,
-            "forget": self._forget,
+            "subtract": self._subtract,
             "highlights": self._highlights,
             "layers": self._layers,
             "queries": self._queries,
@@ -253,9 +253,9 @@ class Explorer:
         lines = [self.line(at, float(self.suspicion[at])) for at in some]
         return {"total": len(self._ranks), "samples": lines}
 
-    def _forget(self, given: Given) -> Json:
+    def _subtract(self, given: Given) -> Json:
         """What is asked without some samples: an account, and an estimate where it is wanted."""
-        ids = [self.run.sample_id(name) for name in given.several("id", MOST_FORGOTTEN)]
+        ids = [self.run.sample_id(name) for name in given.several("id", MOST_SUBTRACTED)]
         found, places = self.found(given), [self._place_of(name) for name in ids]
         of_layer = found.question.ask in ("layer", "keys")
         asked = given.without("place", "at", "span", "label")
@@ -268,7 +268,7 @@ class Explorer:
         before, left = float(account.outputs[output]), self._left(account, places)
         after = {output: left}
         if of_layer:
-            key = ("forget", account.question, *ids)
+            key = ("subtract", account.question, *ids)
             outputs = self._kept.get(key, lambda: self.reader.layer_without(account, ids))
             after = dict(enumerate(outputs.tolist())) | after
         wanted = given.text("estimate", "") == "1" or found.question.ask == "removed"

@@ -1,4 +1,4 @@
-"""Asking a run: audit, spotlight, timeline, forget; explain and influence."""
+"""Asking a run: audit, spotlight, timeline, subtract; explain and influence."""
 
 from dualform.read.audit import Audit, BookAudit
 from dualform.read.explain import Explanation

@@ -54,7 +54,7 @@ def open_run(
 
 
 class Run(Shown):
-    """A recorded run as of a step: audit it, read predictions from it, forget samples.
+    """A recorded run as of a step: audit it, read predictions from it, subtract samples.
 
     >>> from dualform.testing import tiny_run
     >>> run, model, x = tiny_run()
@@ -274,7 +274,7 @@ class Run(Shown):
         """
         return self._state_dict(dict(self._weights))
 
-    def forget(self, ids: Sequence[SampleId]) -> dict[str, Tensor]:
+    def subtract(self, ids: Sequence[SampleId]) -> dict[str, Tensor]:
         """A state dict without these samples' contributions.
 
         It takes away what their rows added; it does not say what training without them would

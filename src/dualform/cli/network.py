@@ -8,7 +8,7 @@ from typing import Any
 import click
 import numpy as np
 
-from dualform.cli.given import (
+from dualform.cli.options import (
     INPUT,
     MODEL,
     as_json,
