@@ -22,59 +22,60 @@ Cells = Mapping[tuple[str, str], Cell]
 
 PAGE = """# The grid
 
-Every case of a layer × every optimizer. Each cell is a small model trained for six steps of two
-micro-batches, recorded and unrecorded. The numbers are the largest relative remainder of its books,
-`‖W_T − books‖ / ‖W_T − initial part‖`, in float32; one above 1e-6 would be **bold**.
+The grid trains every case of a layer with every optimizer. Each cell is a small model. It is trained for six
+steps of two micro-batches, once recorded and once unrecorded. The number in a cell is the largest relative
+remainder of the model's books, `‖W_T − books‖ / ‖W_T − initial part‖`, in float32. A number above 1e-6 would
+be **bold**.
 
 {tables}
 
-**step**: all parameters are kept by step, which is exact, but tells no samples apart. A raised
-number: these of them are, or changed by no more than rounding, and why.
+**step** means that all parameters are kept by step. That is exact, but it does not tell samples apart. A raised
+number points to the parameters that are kept by step, or that changed by no more than rounding:
 
 {notes}
 
-In all {count} cells, in float32 and in float64, recorded training is {identical}. The largest
-remainder in float64 is {double}, without Muon.
+Recorded training is {identical} in all {count} cells, in float32 and in float64. The largest remainder in
+float64 is {double}, without Muon.
 
-The problems are posed so that weights move steadily, because the remainder is relative to their
-change. Other seeds of them ({seeds}) in float32: {others}
+**Other seeds.** A remainder is relative to the change of the weights, so the problems are chosen such that
+weights move steadily. With other seeds ({seeds}), in float32, {others}
 
-**Muon** takes matrices only. torch runs its Newton–Schulz iteration in bfloat16; the matrix of a
-step is the one nearest to the exact one that gives torch's own step. What bfloat16 adds outside the
-span of the momentum is no matrix times gradients, and is left: {muon};
-in the other seeds up to {muon_others}, where a momentum lacks rank and rounding fills it.
-With exact matrices it was 5e-3 to 4e-2. Allowed are 1e-2 in float32 and 5e-2 in float64, whose
-problems are others.
+**Muon** takes matrices only. torch runs its Newton–Schulz iteration in bfloat16. dualform describes a step by
+the matrix that is nearest to the exact one and gives torch's own step. Some of what bfloat16 adds is not a matrix
+times gradients, and it stays in the remainder: {muon}. With the other seeds it is up to {muon_others}, because
+there some momenta lack rank and rounding fills it. The tests allow 1e-2 in float32 and 5e-2 in float64 (the
+problems in float64 are other ones).
 
-**Shampoo** and **SOAP** divide each direction of a gradient by what was seen of it. Where that is
-only rounding (errors of a softmax, or before a layer normalization, add up to zero), ε decides what
-becomes of it. In the table ε is 40 and 0.03, large enough for these gradients. With the package's
-own, 1e-6 and 1e-8, the same cells leave up to 2e-2 (Shampoo, lr 0.1) and 4e-2 (SOAP) in float32,
-8e-11 and 6e-10 in float64; of "Linear, tokens" the package finds no roots then, and breaks off.
+**Shampoo** and **SOAP** divide each direction of a gradient by the size of what they saw along it. Some
+directions see only rounding: the errors of a softmax add up to zero, and so do errors before a layer
+normalization. There ε decides on the step. The table uses ε = 40 and ε = 0.03, which are large for these
+gradients. With the package's defaults, 1e-6 and 1e-8, the same cells leave up to 2e-2 (Shampoo, lr 0.1) and 4e-2
+(SOAP) in float32, and 8e-11 and 6e-10 in float64. With its default, Shampoo finds no roots for "Linear, tokens",
+and stops.
 
 ## Under bfloat16 autocast
 
-Rows are what the kernels saw. What they round on the way to the gradient is left as the remainder,
-which may be 1e-2. The largest over all optimizers:
+The ledger holds the rows that the kernels saw. The kernels round gradients to 16 bits, and that rounding stays in
+the remainder, which may then be 1e-2. The largest remainder over all optimizers is:
 
 {half}
 
-Recurrent layers are computed again, without autocast, to see their time steps; the gradients of
-their kernels are not the sum of those, and the parameters are kept by step. So are parameters that
-a weight is computed from, except by a spectral norm: the weight's gradient is rounded before it
-goes on to them. Rprop and Lion follow
-the sign of a gradient, and rounding it to or across zero counts as a whole step: they are replayed
-from the sums of rows as the kernel rounded them, and leave at most {signs}. Above 1e-2: {over}.
+- **Recurrent layers** are computed again without autocast, because their kernels do not show single time steps. The
+  kernels' gradients are not the sum of these time steps, so the parameters are kept by step.
+- **Computed weights** (orthogonal weights, pruning) are kept by step too: the kernel rounds the weight's gradient
+  before autograd hands it to the parameters. A spectral norm is by row.
+- **Rprop and Lion** use only the sign of a gradient, and a rounding across zero changes a whole step. dualform
+  rounds the sums of rows as the kernel did, and leaves at most {signs}.
 
-Written on {today} with torch {torch} on {machine} by `{command}`;
-`make test-long` checks the cells.
+Above 1e-2: {over}.
+
+Written on {today} with torch {torch} on {machine} by `{command}`. `make test-long` checks the cells.
 """
 
-SEEDS = """{over} of {count} cells are above 1e-6, the
-largest {largest}. In {rounded} of them a parameter changed little for its size: the remainder is no
-more than rounding of the stored weights alone can be, a unit in the last place for each step, which
-an audit gives beside it (`rounding`). The others have gradients that nearly cancel, and what
-float32 rounds of those is magnified by small divisors: {beyond}."""
+SEEDS = """{over} of {count} cells are above 1e-6. The largest is {largest}. In {rounded} of these cells a
+parameter changed little for its size, and rounding of the stored weights alone explains the remainder: one unit
+in the last place for each step. (An audit prints this bound as `rounding`.) In the other cells gradients nearly
+cancel, and small divisors magnify what float32 rounds: {beyond}."""
 
 
 def cells(dtype: torch.dtype, autocast: torch.dtype | None = None, seed: int = 1) -> Cells:
