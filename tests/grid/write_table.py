@@ -22,54 +22,59 @@ Cells = Mapping[tuple[str, str], Cell]
 
 PAGE = """# The grid
 
-The grid trains every case of a layer with every optimizer. Each cell is a small model. It is trained for six
-steps of two micro-batches, once recorded and once unrecorded. The number in a cell is the largest relative
-remainder of the model's books, `‖W_T − books‖ / ‖W_T − initial part‖`, in float32. A number above 1e-6 would
-be **bold**.
+The grid trains every case of a layer with every optimizer. Each cell is a small model. It is
+trained for six steps of two micro-batches, once recorded and once unrecorded. The number in a
+cell is the largest relative remainder of the model's books, `‖W_T − books‖ / ‖W_T − initial
+part‖`, in float32. A number above 1e-6 would be **bold**.
 
 {tables}
 
-**step** means that all parameters are kept by step. That is exact, but it does not tell samples apart. A raised
-number points to the parameters that are kept by step, or that changed by no more than rounding:
+**step** means that all parameters are kept by step. That is exact, but it does not tell samples
+apart. A raised number points to the parameters that are kept by step, or that changed by no more
+than rounding:
 
 {notes}
 
-Recorded training is {identical} in all {count} cells, in float32 and in float64. The largest remainder in
-float64 is {double}, without Muon.
+Recorded training is {identical} in all {count} cells, in float32 and in float64. The largest
+remainder in float64 is {double}, without Muon.
 
-**Other seeds.** A remainder is relative to the change of the weights, so the problems are chosen such that
-weights move steadily. With other seeds ({seeds}), in float32, {others}
+**Other seeds.** A remainder is relative to the change of the weights, so the problems are chosen
+such that weights move steadily. With other seeds ({seeds}), in float32, {others}
 
-**Muon** takes matrices only. torch runs its Newton–Schulz iteration in bfloat16. dualform describes a step by
-the matrix that is nearest to the exact one and gives torch's own step. Some of what bfloat16 adds is not a matrix
-times gradients, and it stays in the remainder: {muon}. With the other seeds it is up to {muon_others}, because
-there some momenta lack rank and rounding fills it. The tests allow 1e-2 in float32 and 5e-2 in float64 (the
-problems in float64 are other ones).
+**Muon** takes matrices only. torch runs its Newton–Schulz iteration in bfloat16. dualform
+describes a step by the matrix that is nearest to the exact one and gives torch's own step. Some
+of what bfloat16 adds is not a matrix times gradients, and it stays in the remainder: {muon}.
+With the other seeds it is up to {muon_others}, because there some momenta lack rank and rounding
+fills it. The tests allow 1e-2 in float32 and 5e-2 in float64 (the problems in float64 are other
+ones).
 
-**Shampoo** and **SOAP** divide each direction of a gradient by the size of what they saw along it. Some
-directions see only rounding: the errors of a softmax add up to zero, and so do errors before a layer
-normalization. There ε decides on the step. The table uses ε = 40 and ε = 0.03, which are large for these
-gradients. With the package's defaults, 1e-6 and 1e-8, the same cells leave up to 2e-2 (Shampoo, lr 0.1) and 4e-2
-(SOAP) in float32, and 8e-11 and 6e-10 in float64. With its default, Shampoo finds no roots for "Linear, tokens",
-and stops.
+**Shampoo** and **SOAP** divide each direction of a gradient by the size of what they saw along
+it. Some directions see only rounding: the errors of a softmax add up to zero, and so do errors
+before a layer normalization. There ε decides on the step. The table uses ε = 40 and ε = 0.03,
+which are large for these gradients. With the package's defaults, 1e-6 and 1e-8, the same cells
+leave up to 2e-2 (Shampoo, lr 0.1) and 4e-2 (SOAP) in float32, and 8e-11 and 6e-10 in float64.
+With its default, Shampoo finds no roots for "Linear, tokens", and stops.
 
 ## Under bfloat16 autocast
 
-The ledger holds the rows that the kernels saw. The kernels round gradients to 16 bits, and that rounding stays in
-the remainder, which may then be 1e-2. The largest remainder over all optimizers is:
+The ledger holds the rows that the kernels saw. The kernels round gradients to 16 bits, and that
+rounding stays in the remainder, which may then be 1e-2. The largest remainder over all
+optimizers is:
 
 {half}
 
-- **Recurrent layers** are computed again without autocast, because their kernels do not show single time steps. The
-  kernels' gradients are not the sum of these time steps, so the parameters are kept by step.
-- **Computed weights** (orthogonal weights, pruning) are kept by step too: the kernel rounds the weight's gradient
-  before autograd hands it to the parameters. A spectral norm is by row.
-- **Rprop and Lion** use only the sign of a gradient, and a rounding across zero changes a whole step. dualform
-  rounds the sums of rows as the kernel did, and leaves at most {signs}.
+- **Recurrent layers** are computed again without autocast, because their kernels do not show
+  single time steps. The kernels' gradients are not the sum of these time steps, so the
+  parameters are kept by step.
+- **Computed weights** (orthogonal weights, pruning) are kept by step too: the kernel rounds the
+  weight's gradient before autograd hands it to the parameters. A spectral norm is by row.
+- **Rprop and Lion** use only the sign of a gradient, and a rounding across zero changes a whole
+  step. dualform rounds the sums of rows as the kernel did, and leaves at most {signs}.
 
 Above 1e-2: {over}.
 
-Written on {today} with torch {torch} on {machine} by `{command}`. `make test-long` checks the cells.
+Written on {today} with torch {torch} on {machine} by `{command}`. `make test-long` checks the
+cells.
 """
 
 SEEDS = """{over} of {count} cells are above 1e-6. The largest is {largest}. In {rounded} of these cells a
