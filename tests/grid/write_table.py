@@ -77,10 +77,11 @@ Written on {today} with torch {torch} on {machine} by `{command}`. `make test-lo
 cells.
 """
 
-SEEDS = """{over} of {count} cells are above 1e-6. The largest is {largest}. In {rounded} of these cells a
-parameter changed little for its size, and rounding of the stored weights alone explains the remainder: one unit
-in the last place for each step. (An audit prints this bound as `rounding`.) In the other cells gradients nearly
-cancel, and small divisors magnify what float32 rounds: {beyond}."""
+SEEDS = """{over} of {count} cells are above 1e-6. The largest is {largest}. In {rounded} of
+these cells a parameter changed little for its size, and rounding of the stored weights alone
+explains the remainder: one unit in the last place for each step. (An audit prints this bound as
+`rounding`.) In the other cells gradients nearly cancel, and small divisors magnify what float32
+rounds: {beyond}."""
 
 
 def cells(dtype: torch.dtype, autocast: torch.dtype | None = None, seed: int = 1) -> Cells:

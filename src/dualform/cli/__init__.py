@@ -8,9 +8,9 @@ import click
 
 from dualform.cli.evaluations import evaluate
 from dualform.cli.explorer import demo, report, view
+from dualform.cli.network import explain, influence
 from dualform.cli.runs import audit, info, top
 from dualform.cli.studies import study
-from dualform.cli.network import explain, influence
 from dualform.errors import DualformError
 
 

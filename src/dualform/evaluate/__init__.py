@@ -13,11 +13,11 @@ The ground truth is retraining without some of the samples: nothing in a run can
 
 from dualform.evaluate.datamodeling import LDS, lds
 from dualform.evaluate.detection import Detection, mislabeled
-from dualform.evaluate.scores import load_scores
+from dualform.evaluate.explanations import Completeness, completeness
 from dualform.evaluate.ranks import RankCorrelation, rank_correlation, spearman
 from dualform.evaluate.removal import Brittleness, brittleness
 from dualform.evaluate.retraining import Retraining
-from dualform.evaluate.explanations import Completeness, completeness
+from dualform.evaluate.scores import load_scores
 from dualform.evaluate.truth import GroundTruth
 
 __all__ = [

@@ -11,8 +11,8 @@ from rich.console import Group
 from rich.table import Table
 
 from dualform.errors import EvaluationError
-from dualform.evaluate.scores import ScoresLike, by_position
 from dualform.evaluate.ranks import Ranks, correlation
+from dualform.evaluate.scores import ScoresLike, by_position
 from dualform.evaluate.truth import GroundTruth
 from dualform.read.scores import Array
 from dualform.read.shown import Shown, framed, matplotlib_axes

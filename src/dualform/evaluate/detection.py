@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.table import Table
 
 from dualform.errors import EvaluationError
-from dualform.evaluate.scores import ScoresLike, matrix
 from dualform.evaluate.ranks import Ranks
+from dualform.evaluate.scores import ScoresLike, matrix
 from dualform.read.scores import Array, Scores
 from dualform.read.shown import Shown, framed, matplotlib_axes
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from dualform.errors import ReadingError
 from dualform.explore.exhibit import Exhibit, plain_label
-from dualform.explore.parameters import Given
 from dualform.explore.page import carried_page
+from dualform.explore.parameters import Given
 from dualform.explore.views import Explorer, Json
 from dualform.ledger.files import write_durably
 from dualform.read.progress import LateProgress, together

@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualform.errors import ReadingError
+from dualform.explore.cache import Kept
 from dualform.explore.encoding import pieces
 from dualform.explore.exhibit import LONGEST_NAME, Exhibit, plain_label
 from dualform.explore.facts import grid, members_of, run_facts
 from dualform.explore.found import Found, Question, Reader
 from dualform.explore.parameters import Given
-from dualform.explore.cache import Kept
 from dualform.explore.pictures import picture, shorten
 from dualform.explore.summaries import SHOWN, group, largest, ranked, strongest
 from dualform.ledger.samples import SampleId
