@@ -30,6 +30,7 @@ from dualform.recording.plan import Plan, is_nested, make_plan, torch_optimizer,
 from dualform.recording.reconcile import Reconciler
 from dualform.recording.saving import Saving
 from dualform.recording.settle import NOISY, Settler
+from dualform.recording.spot_checks import SpotChecks
 from dualform.recording.start import Opened, resume_run, start_run
 from dualform.recording.steps import Step
 from dualform.recording.verify import Verifier
@@ -77,8 +78,7 @@ class Recorder:
         """How many optimizer steps are recorded."""
         self._model, self._optimizer = model, torch_optimizer(optimizer)
         self._describe, self._resume, self._overwrite = describe, resume, overwrite
-        self._buffer_bytes = buffer_bytes
-        self._handles: list[RemovableHandle] = []
+        self._buffer_bytes, self._handles = buffer_bytes, list[RemovableHandle]()
         self._guard, self._naming, self._broken_off = Guard(strict), Naming(), False
 
     def __repr__(self) -> str:
@@ -127,8 +127,8 @@ class Recorder:
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
         parcel_bytes = self._delivery.parcel_bytes(self._buffer_bytes)
         self._pace, self._step_bytes = Pace(parcel_bytes, self._buffer_bytes), 0
-        self._seen_ports = 0
-        self._steps: list[Step] = []
+        self._steps, self._seen_ports = list[Step](), 0
+        self._spot_checks = SpotChecks(plan.parameters, optimizer, rule)
         self._current: Step | None = None
         self._keep_by_step(set(opened.by_step))
         self._marked: tuple[int, Glance] = (-1, ())
@@ -353,6 +353,7 @@ class Recorder:
             self._books.hold()
             step = self._books.observe(self.step + 1)
             step.notes = notes
+        self._spot_checks.before_step(step.looks)
         self._current = step
 
     def _keep_by_step(self, books: set[str], always: bool = False) -> None:
@@ -373,13 +374,14 @@ class Recorder:
         step.changes = self._books.changes(step.states)
         self._books.remember()
         step.before, step.after = self._before, self._books.glances.take()
+        step.edited = self._spot_checks.after_step()
         self.step = step.number
         self._watch.end_step()
         self._saving.end_step()
         self._steps.append(step)
         self._step_bytes += step.nbytes
-        size = self._watch.bytes + self._step_bytes
-        self._pace.after_step(size, self._keeper.is_due(step.states))
+        size, must_keep = self._watch.bytes + self._step_bytes, self._keeper.is_due(step.states)
+        self._pace.after_step(size, must_keep)
         if self._pace.due and not self._books.shared:
             self._hand_over(*self._pace.due)
         self._advice.lost(step.notes)
@@ -394,6 +396,5 @@ class Recorder:
         steps, self._steps, self._step_bytes = self._steps, [], 0
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
-        now, mark = self._books.span_glance, mark or "flush"
-        parcel = Parcel(steps, pages, span, self.step, flush, weights, mark, now, last)
-        self._delivery.take(parcel)
+        given = (self.step, flush, weights, mark or "flush", self._books.span_glance, last)
+        self._delivery.take(Parcel(steps, pages, span, *given))

@@ -93,6 +93,7 @@ class Settler:
         notes = [note for step in steps for note in step.notes]
         factors = torch.zeros(len(steps), len(self._plan.books), dtype=torch.float64)
         notes += self._note_outside(steps, span, None if last else now)
+        notes += self._note_edited(steps, span)
         accounts = self.evidence(steps, pages, probes)
         if error is None:
             notes += self._note_untouched(steps, span)
@@ -220,6 +221,16 @@ class Settler:
             if name in span[0] and steps[at].states[self._column[name]] != OBSERVED
         }
         return self._note_changed(changed, span, OUTSIDE)
+
+    def _note_edited(self, steps: Sequence[Step], span: Span) -> list[dict[str, Any]]:
+        """Notes books that spot checks found to be changed by something else."""
+        notes: list[dict[str, Any]] = []
+        for step in steps:
+            by_row = {n for n in span[0] if step.states[self._column[n]] != OBSERVED}
+            for reason, books in step.edited.items():
+                found = {n: step.number for n, is_ in books.items() if n in by_row and bool(is_)}
+                notes += self._note_changed(found, span, reason)
+        return notes
 
     def _note_untouched(self, steps: Sequence[Step], span: Span) -> list[dict[str, Any]]:
         """Notes books without rows that changed by more than the changes that were observed."""

@@ -31,6 +31,8 @@ class Step:
     changes: dict[str, Tensor] = field(default_factory=dict)
     before: Glance = ()
     after: Glance = ()
+    edited: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    """What a spot check found: for each reason and book, whether the book must go by step."""
 
     @property
     def nbytes(self) -> int:
