@@ -168,15 +168,14 @@ def test_a_subclass_does_more_in_its_step(kind: type[Optimizer], tmp_path: Path)
     assert_noticed(make, tmp_path / "run", f"{reason} itself", "first.weight")
 
 
-@pytest.mark.parametrize("first", [1, 5, 70])
-def test_an_edit_that_begins_later_is_noticed(first: int, tmp_path: Path) -> None:
-    """At the latest after twice as many steps as lie between two spot checks."""
+@pytest.mark.parametrize(("first", "steps"), [(1, 5), (5, 13), (EVERY + 9, 3 * EVERY + 9)])
+def test_an_edit_that_begins_later_is_noticed(first: int, steps: int, tmp_path: Path) -> None:
+    """At the latest after as many steps as were made before, and in long runs after 2 · EVERY."""
 
     def late(model: Network, optimizer: Optimizer, number: int) -> None:
         if number >= first:
             one_element(model, optimizer, number)
 
-    steps = first + 2 * EVERY
     assert_noticed(
         OPTIMIZERS["Adam"], tmp_path / "run", OUTSIDE, "first.weight", edit=late, steps=steps
     )

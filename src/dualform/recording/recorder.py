@@ -109,8 +109,7 @@ class Recorder:
 
     def _begin(self, opened: Opened, plan: Plan, rule: Rule) -> None:
         model, optimizer = self._model, self._optimizer
-        self._rule, self._keeper = rule, Keeper(model, optimizer, plan, rule)
-        self._naming.named = opened.named
+        self._keeper, self._naming.named = Keeper(model, optimizer, plan, rule), opened.named
         if self._describe is not None:
             self._describe(self.path)
         self._naming.read(self.path)
@@ -396,5 +395,6 @@ class Recorder:
         steps, self._steps, self._step_bytes = self._steps, [], 0
         pages, span = self._watch.take(), self._books.span()
         self._books.look_elsewhere()
+        self._spot_checks.handed_over(span[1])
         given = (self.step, flush, weights, mark or "flush", self._books.span_glance, last)
         self._delivery.take(Parcel(steps, pages, span, *given))

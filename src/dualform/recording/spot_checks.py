@@ -4,7 +4,8 @@ Probes and glances look at a few elements in every step. A spot check looks at e
 few steps. Before such a step, the optimizer's own code steps copies of the parameters. After it
 each parameter must be equal to its copy: else something else changed it within the step. Before the
 next step it must still be so, and so must what the optimizer remembers of it: else something
-changed them between the two steps.
+changed them between the two steps. Where steps are handed over, weights are copied anyway, and
+are compared with these copies before the next step.
 
 A copy and its parameter go through the same code with the same numbers, so they agree to rounding
 under any optimizer. What changes an element in every step is found by the next spot check.
@@ -16,7 +17,7 @@ import functools
 import inspect
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -30,8 +31,8 @@ from dualform.recording.randomness import undisturbed
 from dualform.recording.reconcile import differs
 from dualform.recording.settle import OUTSIDE
 
-EVERY = 32
-"""One step in so many is checked. The first ones are checked more often: 1, 2, 4, 8, 16."""
+EVERY = 128
+"""One step in so many is checked. The first ones are checked more often: 1, 2, 4, 8, 16 …"""
 LEEWAY = 1e-2
 """How far an element of a copy may be off, as a part of the longest step in its row and column.
 
@@ -48,8 +49,8 @@ class Left(NamedTuple):
 
     weight: Tensor
     """A copy."""
-    memory: list[Tensor]
-    """Fingerprints of what the optimizer remembers."""
+    memory: list[Tensor] | None = None
+    """Fingerprints of what the optimizer remembers; None where nobody looked."""
 
 
 class SpotChecks:
@@ -80,17 +81,19 @@ class SpotChecks:
         self._edited: dict[str, dict[str, Tensor]] = {}
         """For each reason and book, whether it holds."""
 
-    def before_step(self, names: Iterable[str]) -> None:
+    def before_step(self, names: Collection[str]) -> None:
         """Compares what the last step left, if that was checked; prepares a step to be checked.
 
         `names` are the parameters that are kept by row.
         """
         left, self._left, self._expected = self._left, {}, {}
-        if left:
-            now = {n: self._parameters[n].detach() for n in left}
-            weights = {n: differs(kept.weight, now[n]) for n, kept in left.items()}
-            memory = {n: _unlike(kept.memory, self._memory(n)) for n, kept in left.items()}
-            self._edited = {OUTSIDE: weights, FORGOTTEN: memory}
+        for name in left.keys() & set(names):
+            weight, memory = left[name]
+            now = self._parameters[name].detach()
+            self._edited.setdefault(OUTSIDE, {})[name] = differs(weight, now)
+            if memory is not None:
+                unlike = _unlike(memory, self._memory(name))
+                self._edited.setdefault(FORGOTTEN, {})[name] = unlike
         self._steps += 1
         if self._steps < self._next:
             return
@@ -103,6 +106,10 @@ class SpotChecks:
                 after = stepped_copy(self._optimizer, groups[id(parameter)], parameter)
                 far = _longest(after - parameter.detach()) if self._leeway else 0.0
                 self._expected[name] = (after, self._leeway * far)
+
+    def handed_over(self, weights: Mapping[str, Tensor]) -> None:
+        """Takes down copies of the weights, made after the last step; they are not changed."""
+        self._left = {name: Left(copy) for name, copy in weights.items()} | self._left
 
     def after_step(self) -> dict[str, dict[str, Tensor]]:
         """What was found: for each reason and parameter, whether something else changed it."""
