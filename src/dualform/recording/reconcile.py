@@ -7,7 +7,8 @@ optimizer's steps, to where it must end, and held against the parameter itself.
 
 Where a rule's coefficients are numbers, `W r` goes through the same steps as `W`: one random vector
 `r` sees every element. Where elements go their own ways (Adam), some columns are followed, each
-over its whole height, and one row, over its whole width.
+over its whole height, and one row, over its whole width. All other elements, and those of rules
+that cannot be followed in part (Muon), are compared in some steps: `spot_checks.py`.
 """
 
 from __future__ import annotations
