@@ -48,8 +48,7 @@ def going_back(
     """What the rows add up to by their coefficients, and the first value's part."""
     total = torch.zeros(book.shape, dtype=torch.float64)
     for span in accounting.spans([book]):
-        found = span.coefficients[book.name]
-        assert isinstance(found, dict)
+        found = span.coefficients[book.name].operators
         args = (accounting.ledger, book, span.first, span.last, "cpu", samples)
         for step, gradient in step_gradients(*args).items():
             total += apply(found[step], gradient)

@@ -99,8 +99,8 @@ def measured(made: Known) -> tuple[Tensor, Tensor]:
         g, parts = sum(made.gradient(layers) for layers in step.values()), {}
         for book in made.run.info.books:
             spans = source.accounting.spans([book])
-            H = {s: h for span in spans for s, h in span.coefficients[book.name].items()}
-            parts[book.name] = torch.as_tensor(H[t]).expand(book.shape)
+            H = {s: h for span in spans for s, h in span.coefficients[book.name].operators.items()}
+            parts[book.name] = H[t].diagonal(book.shape)
         moved += (flat(parts) * g).square()
         plain += g.square()
     root = (moved / plain).sqrt().sqrt()

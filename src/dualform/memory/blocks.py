@@ -248,6 +248,10 @@ class Functional:
         along_b = self._along_b(rows)
         return along_b.mul_(self._along_a(rows))
 
+    def times(self, number: float) -> Functional:
+        """Asked of a multiple of the matrix."""
+        return Functional(self.a, self.b * number)
+
     def scaled(self, coefficients: Tensor) -> Functional | Bilinear:
         """Asked of a matrix whose elements are multiplied by these first."""
         if self.units:
@@ -314,6 +318,26 @@ class Bilinear:
     def at(self, matrix: Tensor) -> Tensor:
         """(questions,): the answers of a whole matrix."""
         return (self.matrices.double() * matrix.double()).sum((1, 2))
+
+    def times(self, number: float) -> Bilinear:
+        """Asked of a multiple of the matrix."""
+        return Bilinear(self.matrices * number)
+
+    def scaled(self, coefficients: Tensor) -> Bilinear:
+        """Asked of a matrix whose elements are multiplied by these first."""
+        return Bilinear(self.matrices * coefficients)
+
+    def dense(self, height: int) -> Bilinear:
+        """The same: there is a matrix for each question."""
+        return self
+
+    def left(self, matrix: Tensor) -> Bilinear:
+        """Asked of `A P` for this A."""
+        return Bilinear(matrix.T.to(self.matrices) @ self.matrices)
+
+    def right(self, matrix: Tensor) -> Bilinear:
+        """Asked of `P A` for this A."""
+        return Bilinear(self.matrices @ matrix.T.to(self.matrices))
 
     def of(self, rows: Sides) -> Tensor:
         """(rows, questions): the answer of each row."""

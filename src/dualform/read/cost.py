@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dualform.ledger import Book, Stream, Term
-from dualform.optimizers import ScalarRule
 from dualform.read.coefficients import Accounting
 from dualform.read.grouped import Grouping
 from dualform.read.matrix import COLUMN_BYTES
@@ -98,7 +97,7 @@ def work_of(
     names = {name for book in books for name in book.terms}
     scans = {s.name: (s, Scan(ledger, s, until)) for s in ledger.info.streams if s.name in names}
     if by_numbers is None:
-        by_numbers = isinstance(accounting.rule, ScalarRule)
+        by_numbers = accounting.rule.by_numbers
     parameters = sum(book.size for book in books)
     cut = by_numbers and grouping.by_visit
     return Work(

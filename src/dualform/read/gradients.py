@@ -33,7 +33,8 @@ from dualform.layers import (
 )
 from dualform.ledger import Stream, Term
 from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
-from dualform.read.grouped import Region, add_segments
+from dualform.memory.views import Region
+from dualform.read.grouped import add_segments
 from dualform.read.targets import Asked, Parameters
 
 PENDING_BYTES = 64 << 20

@@ -14,35 +14,10 @@ from torch import Tensor
 
 from dualform.ledger import Term
 from dualform.memory.blocks import Sides
+from dualform.memory.views import Region
 from dualform.read.progress import LateProgress
 from dualform.read.scan import Chunk
 from dualform.read.visits import Visits
-
-
-@dataclass(frozen=True)
-class Region:
-    """A part of a parameter's matrix.
-
-    >>> Region.whole(4, 3).of(torch.zeros(2, 4, 3)).shape
-    torch.Size([2, 4, 3])
-    """
-
-    rows: slice
-    columns: slice
-
-    @classmethod
-    def whole(cls, height: int, width: int) -> Region:
-        """All of a matrix."""
-        return cls(slice(0, height), slice(0, width))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Its height and width."""
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-
-    def of(self, matrices: Tensor) -> Tensor:
-        """The same part of matrices (…, height, width)."""
-        return matrices[..., self.rows, self.columns]
 
 
 @dataclass(frozen=True)

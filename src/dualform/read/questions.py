@@ -16,9 +16,13 @@ from dualform.memory.blocks import (
     as_matrix,
     by_group,
     matrix_shape,
-    through_views,
 )
-from dualform.optimizers import Modewise, Operator, Sided, Turned, along
+from dualform.memory.views import View
+
+
+def seen_as(book: Book, term: Term) -> View:
+    """How a term sees its parameter as a matrix."""
+    return View(book.shape, term.view, term.groups)
 
 
 def layer_output(
@@ -90,45 +94,3 @@ def _grouped(
 def _placed(part: Tensor, start: int, size: int) -> Tensor:
     """Rows of a block in the width of the whole."""
     return F.pad(part, (start, size - start - part.shape[1]))
-
-
-def through(
-    question: Functional | Bilinear, operator: Operator, term: Term
-) -> Functional | Bilinear:
-    """The question as it is put to a gradient, when an operator made the change of it."""
-    if isinstance(operator, Tensor):
-        matrix = as_matrix(operator, term.view, term.groups).cpu()
-        if isinstance(question, Functional):
-            return question.scaled(matrix)
-        return Bilinear(question.matrices * matrix)
-    if isinstance(operator, Sided):
-        matrix, left = operator.matrix.cpu(), operator.left
-        if term.view == "swapped":
-            matrix, left = matrix.T, not left
-        if isinstance(question, Bilinear):
-            D = question.matrices
-            return Bilinear(matrix.T.to(D) @ D if left else D @ matrix.T.to(D))
-        return question.left(matrix) if left else question.right(matrix)
-    if isinstance(operator, Modewise | Turned):
-        return _mixed(question, operator, term)
-    if isinstance(question, Functional):
-        return Functional(question.a, question.b * operator)
-    return Bilinear(question.matrices * operator)
-
-
-def _mixed(
-    question: Functional | Bilinear, operator: Modewise | Turned, term: Term
-) -> Functional | Bilinear:
-    """Through an operator that is its own adjoint; rank one stays so where dimensions are sides."""
-    shape = operator.shape
-    if isinstance(question, Functional):
-        sides = term.groups == 1 and (
-            term.view == "rows" or (term.view == "flat" and len(shape) == 1)
-        )
-        if sides and isinstance(operator, Modewise):
-            first, *others = (matrix.cpu() for matrix in operator.matrices)
-            b = along(others, question.b.reshape(len(question), *shape[1:]))
-            return Functional(question.left(first).a, b.reshape(question.b.shape))
-        question = question.dense(matrix_shape(shape, term.view, term.groups)[0])
-    D = through_views(operator, question.matrices, shape, term.view, term.groups)
-    return Bilinear(D)

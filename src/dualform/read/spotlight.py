@@ -251,14 +251,13 @@ class Reading(Shown):
         """The coefficients of the weight's rows, where they are numbers."""
         terms, books = self._rows.terms, self.source.ledger.info.fed_by(self.layer)
         weight = next(book for book in books if terms[book.name].form == "outer")
-        span = next(iter(self.source.accounting.spans([weight])))
-        found = span.coefficients[weight.name]
-        if not isinstance(found, Tensor) or terms[weight.name].groups > 1:
+        accounting = self.source.accounting
+        if not accounting.rule.by_numbers or terms[weight.name].groups > 1:
             raise ReadingError(
                 f"memory() needs one number for each row; '{self.layer}' has "
-                f"{'groups' if isinstance(found, Tensor) else 'one a weight'}; use samples()."
+                f"{'groups' if accounting.rule.by_numbers else 'one a weight'}; use samples()."
             )
-        return found
+        return accounting.numbers(weight)
 
     def _zeros(self, count: int) -> Tensor:
         device = self.source.device
