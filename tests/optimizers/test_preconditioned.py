@@ -17,10 +17,10 @@ from dualform.memory.blocks import Functional, as_matrix
 from dualform.memory.views import View
 from dualform.optimizers import Modewise, Rule, Turned, apply, rule_for
 from dualform.optimizers.operators import Operator
+from dualform.optimizers.operators import operator as operators_module
 from dualform.optimizers.operators.turned import FADED
 from dualform.optimizers.shampoo import ShampooRule
 from dualform.optimizers.soap import SOAPRule
-from dualform.optimizers.operators import operator as operators_module
 from dualform.testing import Loop, RuleContract
 from dualform.testing import train as train_model
 
