@@ -214,8 +214,8 @@ def turned_rows(Q: Basis, rows: Sides, shape: tuple[int, ...]) -> Sides:
         a = _side(first, rows.a, top, height)
     else:
         a = rows.a + top if first is None else first[rows.a + top]
-    if rows.b is None:
-        return Sides(a, None)
+    if rows.b is None or not inner:
+        return Sides(a, rows.b)
     if len(inner) == 1:
         return Sides(a, _side(others[0], rows.b, left, inner[0]))
     return Sides(a, turned(tuple(others), rows.b.reshape(-1, *inner)).flatten(1))
