@@ -160,6 +160,15 @@ def test_reading_asks_rules_and_operators_by_methods() -> None:
             assert not names.intersection(switches(path)), name
 
 
+def test_reading_asks_forms_by_methods() -> None:
+    """A new form is one new file: reading never compares its name."""
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if name.startswith("read") and isinstance(node, ast.Compare):
+                compared = [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+                assert "form" not in compared, f"{name}, line {node.lineno}"
+
+
 def test_files_can_be_read_in_one_sitting() -> None:
     long = {str(p): n for p in SOURCE.rglob("*.py") if (n := len(p.read_text().splitlines())) > 400}
     assert not long

@@ -1,12 +1,7 @@
 """Parameters as sums of rank-one rows, and linear questions to them.
 
 Whatever a layer does with a parameter, each of its training rows adds one rank-one block `a ⊗ b` to
-the parameter seen as a matrix P:
-
-    a matrix product      a = error            b = input
-    an offset (a bias)    a = error            b = 1
-    a scale               a = error ∘ input    b = 1
-    a table that is read  a = the row's place  b = error
+the parameter seen as a matrix P; `memory.forms` says which.
 
 A question to the parameter is a functional `Σ α_a P_ab β_b`: one output of a layer asks with α the
 output's unit and β the layer's input. So a row's answer is `(α·a)(b·β)`, for every kind of layer.
@@ -140,7 +135,7 @@ class Sides:
     `b` is (rows, width), or (rows, groups, width) where every group of `a` has its own, or None
     for 1.
 
-    >>> rows = Sides.of("outer", keys=torch.ones(3, 2), values=torch.ones(3, 4))
+    >>> rows = Sides(torch.ones(3, 4), torch.ones(3, 2))
     >>> rows.total(torch.ones(3), (4, 2)).unique()
     tensor([3.], dtype=torch.float64)
     """
@@ -148,22 +143,6 @@ class Sides:
     a: Tensor
     b: Tensor | None
     at: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def of(
-        cls,
-        form: str,
-        keys: Tensor,
-        values: Tensor,
-        groups: int = 1,
-        at: tuple[int, int] = (0, 0),
-    ) -> Sides:
-        """The rows of a term: its form, keys and values."""
-        if form == "outer":
-            return cls(values, keys if groups == 1 else by_group(keys, groups), at)
-        if form == "lookup":
-            return cls(keys[:, 0], values, at)
-        return cls(values if form == "sum" else values * keys, None, at)
 
     def __len__(self) -> int:
         return len(self.a)
@@ -175,6 +154,10 @@ class Sides:
         """The same in float64."""
         a = self.a if self.a.ndim == 1 else self.a.double()
         return Sides(a, None if self.b is None else self.b.double(), self.at)
+
+    def answers(self, question: Functional | Bilinear) -> Tensor:
+        """(rows, questions): the answer of each row to each question."""
+        return question.of(self)
 
     def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`Σ c a ⊗ b` over the rows, as a float64 matrix of this shape."""
@@ -218,8 +201,7 @@ class Functional:
     >>> ask = Functional(torch.tensor([1]), torch.tensor([[10.0, 100.0]]))
     >>> ask.at(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([430.], dtype=torch.float64)
-    >>> rows = Sides.of("outer", keys=torch.tensor([[3.0, 4.0]]), values=torch.tensor([[0.0, 1.0]]))
-    >>> ask.of(rows)
+    >>> ask.of(Sides(torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 4.0]])))
     tensor([[430.]])
     """
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger
+from dualform.memory.forms import form_named
 from dualform.optimizers import BY_ROW
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import Scan
@@ -229,4 +230,5 @@ def _bytes(ledger: Ledger, book: Book) -> int:
 
 def _payer(ledger: Ledger, stream: str) -> str:
     """The book that a stream's bytes are counted for: a weight rather than its bias."""
-    return min(ledger.info.fed_by(stream), key=lambda book: book.terms[stream].form == "sum").name
+    books = ledger.info.fed_by(stream)
+    return max(books, key=lambda book: form_named(book.terms[stream].form).needs_keys).name

@@ -85,7 +85,7 @@ class StepNumbers(StepCoefficients):
         self, question: Question, chunk: Chunk, sides: Sides, view: View, memo: Memo
     ) -> Tensor:
         """In the precision of the rows, all steps at once."""
-        found = question.of(sides)
+        found = sides.answers(question)
         return found.mul_(self.numbers[chunk.steps].to(found)[:, None])
 
 

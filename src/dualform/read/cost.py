@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dualform.ledger import Book, Stream, Term
+from dualform.memory.forms import form_named
 from dualform.read.coefficients import Accounting
 from dualform.read.grouped import Grouping
 from dualform.read.matrix import COLUMN_BYTES
@@ -122,6 +123,5 @@ def _width(stream: Stream) -> int:
 def _block(stream: Stream, term: Term, book: Book) -> int:
     """How many numbers of a parameter a row adds to."""
     outputs = stream.values[0] if stream.layout else math.prod(stream.values)
-    if term.form != "outer":
-        return outputs
-    return book.size if stream.layout else outputs * math.prod(stream.keys) // term.groups
+    inputs = book.size // outputs if stream.layout else math.prod(stream.keys) // term.groups
+    return form_named(term.form).block(outputs, inputs)

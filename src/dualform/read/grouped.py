@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dualform.ledger import Term
 from dualform.memory.blocks import Sides
+from dualform.memory.forms import form_named
 from dualform.memory.views import Region
 from dualform.read.progress import LateProgress
 from dualform.read.scan import Chunk
@@ -88,7 +89,7 @@ class Receiver:
 
     def sides(self, keys: Tensor, values: Tensor, weights: Tensor) -> Sides:
         """Rows as they are to be added."""
-        found = Sides.of(self.term.form, keys, values, self.term.groups, self.term.at)
+        found = form_named(self.term.form).rows(keys, values, self.term.groups, self.term.at)
         return _weighed(found if self.turn is None else self.turn(found), weights)
 
 
@@ -166,7 +167,7 @@ class InOrder:
 def in_order(visits: Visits, grouping: Grouping, receivers: Sequence[Receiver]) -> InOrder:
     """The visits that count for any of the receivers; the others are not read."""
     counted = torch.stack([receiver.weights != 0 for receiver in receivers]).any(0)
-    with_keys = any(receiver.term.form != "sum" for receiver in receivers)
+    with_keys = any(form_named(receiver.term.form).needs_keys for receiver in receivers)
     return InOrder(visits, grouping, counted, with_keys)
 
 

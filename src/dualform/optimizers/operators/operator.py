@@ -92,10 +92,10 @@ class Operator(ABC):
         """
         size = math.prod(view.shape)
         if not self.is_dense or len(question) * size <= DENSE:
-            return self.asked(question, view).of(rows)
+            return rows.answers(self.asked(question, view))
         count = max(1, DENSE // size)
         pieces = [question[at : at + count] for at in range(0, len(question), count)]
-        return torch.cat([self.asked(piece, view).of(rows) for piece in pieces], 1)
+        return torch.cat([rows.answers(self.asked(piece, view)) for piece in pieces], 1)
 
     def restricted(self, region: Region, view: View) -> Restricted:
         """The operator as far as a part of its result is concerned."""
