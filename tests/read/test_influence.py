@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.ledger import Term
+from dualform.memory.views import Region
 from dualform.optimizers import walk_back
 from dualform.read import ridge
 from dualform.read.columns import Columns
-from dualform.read.grouped import Region
 from dualform.read.influence import OWN
 from dualform.read.progress import watched
 from dualform.read.replay import kept_moment
