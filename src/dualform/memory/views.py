@@ -71,7 +71,11 @@ class View:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the parameter is a matrix, and is seen as its transpose."""
+        """Whether the parameter is a matrix, and is seen as its transpose.
+
+        >>> View((4, 3), "swapped").is_transposed, View((4, 3, 2), "swapped").is_transposed
+        (True, False)
+        """
         return self.kind == "swapped" and len(self.shape) == 2 and self.groups == 1
 
     def matrix(self, parameter: Tensor) -> Tensor:
