@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import dualform
+from dualform import optimizers
 
 SOURCE = Path(dualform.__file__).parent
 EVERYTHING = {
@@ -49,7 +50,7 @@ MAY_IMPORT = {
     "integrations": {"recording"},
     "explore": {"read", "ledger"},
     "evaluate": {"read"},
-    "testing": {"layers", "optimizers", "ledger", "recording", "read"},
+    "testing": {"memory", "layers", "optimizers", "ledger", "recording", "read"},
     "studies": EVERYTHING,
     "demo": EVERYTHING,
     "cli": EVERYTHING,
@@ -134,6 +135,38 @@ def test_public_methods_are_explained(name: str) -> None:
             inspect.isfunction(value) or isinstance(value, property)
         ):
             assert inspect.getdoc(value), f"{name}.{method} has no docstring"
+
+
+def switches(path: Path) -> list[str]:
+    """The names of the classes that a module tells apart by `isinstance`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+            parts = list(ast.walk(node.args[1]))
+            found += [part.id for part in parts if isinstance(part, ast.Name)]
+            found += [part.attr for part in parts if isinstance(part, ast.Attribute)]
+    return found
+
+
+def test_reading_asks_rules_and_operators_by_methods() -> None:
+    """A new type of either is one new file: reading never asks which type it has."""
+    kinds = [optimizers.Rule, optimizers.Operator, optimizers.Step]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    names = {kind.__name__ for kind in kinds}
+    assert {"ScalarRule", "AdamRule", "Sided", "Number", "Descended"} <= names
+    for name, path in modules().items():
+        if name.startswith("read"):
+            assert not names.intersection(switches(path)), name
+
+
+def test_reading_asks_forms_by_methods() -> None:
+    """A new form is one new file: reading never compares its name."""
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if name.startswith("read") and isinstance(node, ast.Compare):
+                compared = [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+                assert "form" not in compared, f"{name}, line {node.lineno}"
 
 
 def test_files_can_be_read_in_one_sitting() -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from dualform.layers import Finder, Rows, Seen, Watching, kinds, when_errors_come
-from dualform.memory.blocks import Sides, from_matrix, matrix_shape
+from dualform.memory.blocks import from_matrix, matrix_shape
+from dualform.memory.forms import form_named
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="an optional dependency")
@@ -80,7 +81,7 @@ def summed(rows: list[Rows], parameters: dict[str, Tensor]) -> dict[str, Tensor]
         x = x if site.key_dims else keys.reshape(-1, 1)  # places in a table
         for book, term in site.terms.items():
             shape = tuple(parameters[book].shape)
-            sides = Sides.of(term.form, x, e, term.groups, term.at)
+            sides = form_named(term.form).rows(x, e, term.groups, term.at)
             total = sides.total(torch.ones(len(x)).double(), matrix_shape(shape, term.view))
             totals[book] = totals.get(book, 0) + from_matrix(total, shape, term.view)
     return totals

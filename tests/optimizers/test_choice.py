@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer
 
-from dualform.optimizers import RULES, rule_for, rule_named
+from dualform.optimizers import RULES, Rule, rule_for, rule_named
 from dualform.optimizers.adafactor import AdafactorRule
 from dualform.optimizers.adagrad import AdagradRule
 from dualform.optimizers.adam import AdamRule, AdamWRule
@@ -48,6 +48,13 @@ def test_names_find_rules(rule: StateRule) -> None:
     assert rule_named(rule.name) is rule
     assert len({known.name for known in RULES}) == len(RULES)
     assert RULES[-1].name == "observed"
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_rule_has_numbers_or_is_replayed(rule: Rule) -> None:
+    assert (rule.scalar if rule.by_numbers else rule.replayed) is rule
+    with pytest.raises(TypeError, match=f"the coefficients of '{rule.name}' are"):
+        _ = rule.replayed if rule.by_numbers else rule.scalar
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW, Adagrad])

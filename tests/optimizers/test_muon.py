@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.optimizers.replaying import errors, gradients, train
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import dualform
 from dualform.optimizers.muon import (
     MuonRule,
     orthogonalizer,
@@ -109,3 +111,40 @@ def test_options_become_numbers() -> None:
 def group_of(options: dict[str, Any]) -> dict[str, Any]:
     """The one group of a Muon with these options."""
     return make(options, [torch.zeros(2, 2)]).param_groups[0]
+
+
+class Placed(nn.Module):
+    """A matrix that is added, not multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(samples, 4)."""
+        return torch.tanh(x + self.at).sum(1)
+
+
+def test_a_matrix_that_is_seen_as_a_column(tmp_path: Path) -> None:
+    """A score is what is missing once the sample is subtracted."""
+    torch.manual_seed(0)
+    model, x = Placed(), torch.randn(8, 3, 4, dtype=torch.float64)
+    muon = torch.optim.Muon(model.parameters(), lr=0.02)
+    with dualform.record(model, muon, tmp_path / "run") as recorder:
+        for step in range(5):
+            ids = torch.arange(8)[step % 2 :: 2]
+            recorder.samples(ids)
+            model(x[ids]).square().sum().backward()
+            muon.step()
+            muon.zero_grad()
+    run = dualform.open(tmp_path / "run")
+    added = [run.state_dict()["at"] - run.subtract([i])["at"] for i in range(8)]
+    explained = run.explain(model, x[:2], 1)
+    (questions,) = explained.questions
+    expected = torch.einsum("iab,qab->iq", torch.stack(added), questions.directions["at"].double())
+    close = {"rtol": 0, "atol": 1e-6 * float(expected.abs().max())}
+    torch.testing.assert_close(torch.from_numpy(explained.values), expected, **close)
+    found = torch.from_numpy(run.influence(model, x[:2], 1, method="accounting").values)
+    slope = 1 - torch.tanh(x[:2] + run.state_dict()["at"]).square()
+    expected = torch.einsum("ia,qa->iq", torch.stack(added)[:, :, 1], slope[:, :, 1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dualform
-from dualform.ledger import Term
 from dualform.memory.blocks import Functional, as_matrix
+from dualform.memory.views import View
 from dualform.optimizers import Modewise, Rule, Turned, apply, rule_for
-from dualform.optimizers.operators import FADED
+from dualform.optimizers.operators import Operator
+from dualform.optimizers.operators import operator as operators_module
+from dualform.optimizers.operators.turned import FADED
 from dualform.optimizers.shampoo import ShampooRule
 from dualform.optimizers.soap import SOAPRule
-from dualform.read import contributions
-from dualform.read.questions import through
 from dualform.testing import Loop, RuleContract
 from dualform.testing import train as train_model
 
@@ -157,12 +157,12 @@ def test_going_on_after_a_break(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("dense", [contributions.DENSE, 1])
+@pytest.mark.parametrize("dense", [operators_module.DENSE, 1])
 def test_the_parts_add_up(
     name: str, dense: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Initial value, samples, remainder are the output; samples are what `subtract` takes away."""
-    monkeypatch.setattr(contributions, "DENSE", dense)
+    monkeypatch.setattr(operators_module, "DENSE", dense)
     contract = TestPreconditioned()
     contract.optimizer, contract.options = name, {}
     model, optimizer, x, y = contract.problem(torch.float64)
@@ -214,7 +214,7 @@ def symmetric(size: int) -> Tensor:
     return root + root.T
 
 
-def operators(shape: tuple[int, ...]) -> list[Modewise | Turned]:
+def operators(shape: tuple[int, ...]) -> list[Operator]:
     """Of both kinds, the second a sum over two bases."""
     bases = [
         tuple(torch.linalg.qr(symmetric(size))[0] if at else None for at, size in enumerate(shape))
@@ -231,7 +231,7 @@ def operators(shape: tuple[int, ...]) -> list[Modewise | Turned]:
 def test_a_question_goes_through(view: str, shape: tuple[int, ...], groups: int) -> None:
     """`⟨D, H G⟩ = ⟨H D, G⟩` for units, rank-one questions and dense ones."""
     torch.manual_seed(0)
-    term, G = Term("outer", view, groups=groups), torch.randn(shape, dtype=torch.float64)
+    sight, G = View(shape, view, groups), torch.randn(shape, dtype=torch.float64)
     seen = as_matrix(G, view, groups)
     height, width = seen.shape
     a, b = torch.randn(5, height).double(), torch.randn(5, width).double()
@@ -239,7 +239,7 @@ def test_a_question_goes_through(view: str, shape: tuple[int, ...], groups: int)
     for operator in operators(shape):
         after = as_matrix(apply(operator, G), view, groups)
         for question in (Functional(units, b), Functional(a, b), Functional(a, b).dense(height)):
-            found = through(question, operator, term)
+            found = operator.asked(question, sight)
             torch.testing.assert_close(found.at(seen), question.at(after))
             whole_rank = isinstance(operator, Modewise) and view == "rows" and groups == 1
             assert isinstance(found, Functional) == (
@@ -249,6 +249,8 @@ def test_a_question_goes_through(view: str, shape: tuple[int, ...], groups: int)
 
 def test_what_has_faded_is_left_out() -> None:
     old, new = (Turned.of((torch.eye(2),), torch.ones(2)) for _ in range(2))
-    assert len((new + old * (2 * FADED)).parts) == 2
-    assert len((new + old * (FADED / 2)).parts) == 1
+    for faded, count in ((2 * FADED, 2), (FADED / 2, 1)):
+        found = new + old * faded
+        assert isinstance(found, Turned)
+        assert len(found.parts) == count
     assert torch.equal(apply(new + old * (FADED / 2), torch.ones(2)), torch.ones(2))

@@ -16,7 +16,7 @@ from dualform.read import forward
 from dualform.read.coefficients import Accounting
 from dualform.read.forward import Forward
 from dualform.read.replay import step_gradients
-from dualform.read.weights import initial_part
+from dualform.read.weights import balance, initial_part
 
 STATEFUL = [name for name in OPTIMIZERS if not name.startswith("SGD")]
 STEPS = 9
@@ -48,8 +48,7 @@ def going_back(
     """What the rows add up to by their coefficients, and the first value's part."""
     total = torch.zeros(book.shape, dtype=torch.float64)
     for span in accounting.spans([book]):
-        found = span.coefficients[book.name]
-        assert isinstance(found, dict)
+        found = span.coefficients[book.name].operators
         args = (accounting.ledger, book, span.first, span.last, "cpu", samples)
         for step, gradient in step_gradients(*args).items():
             total += apply(found[step], gradient)
@@ -75,3 +74,13 @@ def test_forward_is_going_back(
             size = float((rows + initial).abs().max())
             for found, expected in ((whole, rows + initial), (left, initial), (chosen, part)):
                 assert float((found - expected).abs().max()) <= 1e-12 * max(1.0, size)
+
+
+def test_numbers_are_operators_too(tmp_path: Path) -> None:
+    """Under a rule of numbers, the same sum by operators is the sum of the book."""
+    accounting = Accounting(recorded("SGD, Nesterov", tmp_path / "run"), 2 * STEPS)
+    for book in accounting.ledger.info.books:
+        rows, initial = going_back(accounting, book)
+        whole, left = balance(accounting, book)
+        assert torch.equal(left, initial)
+        torch.testing.assert_close(rows + initial, whole, rtol=1e-12, atol=0)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.ledger import Term
+from dualform.memory.views import Region
 from dualform.optimizers import walk_back
 from dualform.read import ridge
 from dualform.read.columns import Columns
-from dualform.read.grouped import Region
 from dualform.read.influence import OWN
 from dualform.read.progress import watched
 from dualform.read.replay import kept_moment
@@ -99,8 +99,8 @@ def measured(made: Known) -> tuple[Tensor, Tensor]:
         g, parts = sum(made.gradient(layers) for layers in step.values()), {}
         for book in made.run.info.books:
             spans = source.accounting.spans([book])
-            H = {s: h for span in spans for s, h in span.coefficients[book.name].items()}
-            parts[book.name] = torch.as_tensor(H[t]).expand(book.shape)
+            H = {s: h for span in spans for s, h in span.coefficients[book.name].operators.items()}
+            parts[book.name] = H[t].diagonal(book.shape)
         moved += (flat(parts) * g).square()
         plain += g.square()
     root = (moved / plain).sqrt().sqrt()

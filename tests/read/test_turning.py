@@ -1,4 +1,4 @@
-"""Questions in turned bases are what `through` makes of them, one step at a time."""
+"""Questions in turned bases are what `asked` makes of them, one step at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dualform.ledger import Term
 from dualform.memory.blocks import Bilinear, Functional, Sides
-from dualform.optimizers import Turned, apply
-from dualform.optimizers.operators import Basis
-from dualform.read.questions import through
-from dualform.read.turning import Later, Turning, can_turn
+from dualform.memory.views import View
+from dualform.optimizers import Operator, Turned, apply
+from dualform.optimizers.operators import Basis, Memo
+from dualform.optimizers.operators.turned import can_turn
+from dualform.read.later import Later, share_of
 
 
 def wide(*shape: int) -> Tensor:
@@ -26,10 +26,10 @@ def basis(shape: tuple[int, ...], free: int | None) -> Basis:
     return tuple(None if at == free else Q for at, Q in enumerate(found))
 
 
-def walked_back(shape: tuple[int, ...], free: int | None, lengths: list[int]) -> list[Turned]:
+def walked_back(shape: tuple[int, ...], free: int | None, lengths: list[int]) -> list[Operator]:
     """Coefficients as a walk back finds them, for bases that stay for so many steps each."""
-    found: list[Turned] = []
-    sum_: Turned | None = None
+    found: list[Operator] = []
+    sum_: Operator | None = None
     for length in lengths:
         Q = basis(shape, free)
         for _ in range(length):
@@ -73,32 +73,32 @@ def test_turned_questions(
     numbers = {"forward": range(len(operators)), "backward": range(len(operators))[::-1]}
     asked = numbers.get(order) or torch.randperm(len(operators)).tolist()
     rows = sides(shape, form if len(shape) == 2 else "outer", 5)
-    term = Term("outer", "rows" if len(shape) > 1 else "flat", at=rows.at)
+    view = View(shape, "rows" if len(shape) > 1 else "flat")
     width = torch.Size(shape[1:]).numel()
     units = Functional(torch.randint(0, shape[0], (3,)), wide(3, width))
     for question in (units, units.dense(shape[0]), Bilinear(wide(2, shape[0], width))):
-        assert can_turn(question, shape, term)
-        turning = Turning(question, shape)
+        assert can_turn(question, rows, view)
+        memo: Memo = {}
         for at in asked:
-            expected = through(question, operators[at], term).of(rows)
-            found = turning.answers(operators[at], rows)
+            expected = operators[at].asked(question, view).of(rows)
+            found = operators[at].answers(question, rows, view, memo)
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    ("term", "shape"),
+    ("view", "at"),
     [
-        (Term("outer", "swapped"), (4, 3)),
-        (Term("outer", "rows", groups=2), (4, 3)),
-        (Term("outer", "rows", at=(0, 2)), (4, 3, 2)),
-        (Term("outer", "rows"), (1 << 14, 1 << 12)),
+        (View((4, 3), "swapped"), (0, 0)),
+        (View((4, 3), groups=2), (0, 0)),
+        (View((4, 3, 2)), (0, 2)),
+        (View((1 << 14, 1 << 12)), (0, 0)),
     ],
     ids=str,
 )
-def test_what_cannot_be_turned(term: Term, shape: tuple[int, ...]) -> None:
+def test_what_cannot_be_turned(view: View, at: tuple[int, int]) -> None:
     """Sides that are not the parameter's dimensions, and more numbers than are kept."""
     question = Functional(torch.zeros(2, dtype=torch.long), torch.zeros(2, 3))
-    assert not can_turn(question, shape, term)
+    assert not can_turn(question, Sides(torch.zeros(1, 4), None, at), view)
 
 
 @given(
@@ -122,8 +122,8 @@ def test_each_basis_once(shape: tuple[int, ...], runs: list[list[int]], seed: in
             sums += sum(
                 (share * gradients[step] for step, share in numbers.items()), start=0 * sums
             )
-            total += tail.part(sums)
-            sums *= tail.rest
+            total += tail.own.apply(sums)
+            sums *= share_of(tail)
             bases += 1
     expected = torch.stack([apply(H, g) for H, g in zip(operators, gradients, strict=True)]).sum(0)
     torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-12)

@@ -17,6 +17,7 @@ from torch import Tensor
 from dualform.layers.computed import PARAMETRIZED, computed_weight, leaves
 from dualform.layers.extent import Block, extent
 from dualform.ledger import Term
+from dualform.memory.forms import form_named
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ def book_terms(
 
 
 def _term(found: Found, form: str, swapped: bool = False, groups: int = 1) -> dict[str, Term]:
-    block = found.matrix(swapped) if form in ("outer", "lookup") else found.flat()
+    block = found.matrix(swapped) if form_named(form).has_width else found.flat()
     if block is None or (form == "lookup" and block[0] != "rows"):
         return {}
     view, at = block

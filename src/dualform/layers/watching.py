@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dualform.layers.use import Finder, Function, LayerKind, Seen, Use
 from dualform.ledger.format import ROOT
+from dualform.memory.forms import form_named
 
 
 class Hook(partial[None]):
@@ -89,7 +90,7 @@ def is_single(use: Seen) -> bool:
     if not isinstance(use, Use) or use.output is None:
         return False
     first = next(iter(use.site.terms.values()))
-    return first.form == "outer" and use.output.ndim == use.site.value_dims
+    return form_named(first.form).is_product and use.output.ndim == use.site.value_dims
 
 
 def is_scripted(module: nn.Module) -> bool:

@@ -1,12 +1,7 @@
 """Parameters as sums of rank-one rows, and linear questions to them.
 
 Whatever a layer does with a parameter, each of its training rows adds one rank-one block `a ⊗ b` to
-the parameter seen as a matrix P:
-
-    a matrix product      a = error            b = input
-    an offset (a bias)    a = error            b = 1
-    a scale               a = error ∘ input    b = 1
-    a table that is read  a = the row's place  b = error
+the parameter seen as a matrix P; `memory.forms` says which.
 
 A question to the parameter is a functional `Σ α_a P_ab β_b`: one output of a layer asks with α the
 output's unit and β the layer's input. So a row's answer is `(α·a)(b·β)`, for every kind of layer.
@@ -140,7 +135,7 @@ class Sides:
     `b` is (rows, width), or (rows, groups, width) where every group of `a` has its own, or None
     for 1.
 
-    >>> rows = Sides.of("outer", keys=torch.ones(3, 2), values=torch.ones(3, 4))
+    >>> rows = Sides(torch.ones(3, 4), torch.ones(3, 2))
     >>> rows.total(torch.ones(3), (4, 2)).unique()
     tensor([3.], dtype=torch.float64)
     """
@@ -148,22 +143,6 @@ class Sides:
     a: Tensor
     b: Tensor | None
     at: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def of(
-        cls,
-        form: str,
-        keys: Tensor,
-        values: Tensor,
-        groups: int = 1,
-        at: tuple[int, int] = (0, 0),
-    ) -> Sides:
-        """The rows of a term: its form, keys and values."""
-        if form == "outer":
-            return cls(values, keys if groups == 1 else by_group(keys, groups), at)
-        if form == "lookup":
-            return cls(keys[:, 0], values, at)
-        return cls(values if form == "sum" else values * keys, None, at)
 
     def __len__(self) -> int:
         return len(self.a)
@@ -175,6 +154,10 @@ class Sides:
         """The same in float64."""
         a = self.a if self.a.ndim == 1 else self.a.double()
         return Sides(a, None if self.b is None else self.b.double(), self.at)
+
+    def answers(self, question: Functional | Bilinear) -> Tensor:
+        """(rows, questions): the answer of each row to each question."""
+        return question.of(self)
 
     def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`Σ c a ⊗ b` over the rows, as a float64 matrix of this shape."""
@@ -218,8 +201,7 @@ class Functional:
     >>> ask = Functional(torch.tensor([1]), torch.tensor([[10.0, 100.0]]))
     >>> ask.at(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([430.], dtype=torch.float64)
-    >>> rows = Sides.of("outer", keys=torch.tensor([[3.0, 4.0]]), values=torch.tensor([[0.0, 1.0]]))
-    >>> ask.of(rows)
+    >>> ask.of(Sides(torch.tensor([[0.0, 1.0]]), torch.tensor([[3.0, 4.0]])))
     tensor([[430.]])
     """
 
@@ -247,6 +229,10 @@ class Functional:
         """(rows, questions): the answer of each row, in the rows' precision."""
         along_b = self._along_b(rows)
         return along_b.mul_(self._along_a(rows))
+
+    def times(self, number: float) -> Functional:
+        """Asked of a multiple of the matrix."""
+        return Functional(self.a, self.b * number)
 
     def scaled(self, coefficients: Tensor) -> Functional | Bilinear:
         """Asked of a matrix whose elements are multiplied by these first."""
@@ -314,6 +300,26 @@ class Bilinear:
     def at(self, matrix: Tensor) -> Tensor:
         """(questions,): the answers of a whole matrix."""
         return (self.matrices.double() * matrix.double()).sum((1, 2))
+
+    def times(self, number: float) -> Bilinear:
+        """Asked of a multiple of the matrix."""
+        return Bilinear(self.matrices * number)
+
+    def scaled(self, coefficients: Tensor) -> Bilinear:
+        """Asked of a matrix whose elements are multiplied by these first."""
+        return Bilinear(self.matrices * coefficients)
+
+    def dense(self, height: int) -> Bilinear:
+        """The same: there is a matrix for each question."""
+        return self
+
+    def left(self, matrix: Tensor) -> Bilinear:
+        """Asked of `A P` for this A."""
+        return Bilinear(matrix.T.to(self.matrices) @ self.matrices)
+
+    def right(self, matrix: Tensor) -> Bilinear:
+        """Asked of `P A` for this A."""
+        return Bilinear(self.matrices @ matrix.T.to(self.matrices))
 
     def of(self, rows: Sides) -> Tensor:
         """(rows, questions): the answer of each row."""

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dualform.optimizers.operators import Operator, Value, added, plus, times
+from dualform.optimizers.operators import Coefficient, Value, added, plus, times
 from dualform.optimizers.rule import Hyper, Pair, Step, Transition, as_tensor
 
 
@@ -46,10 +46,10 @@ class Descent:
 
     def transition(
         self,
-        along_b: Operator = 0.0,
-        along_d: Operator = 0.0,
+        along_b: Coefficient = 0.0,
+        along_d: Coefficient = 0.0,
         keep: float = 1.0,
-        take: Operator = 0.0,
+        take: Coefficient = 0.0,
     ) -> Descended:
         """The step that goes so far along both."""
         return Descended(self, along_b, along_d, keep, take)
@@ -66,10 +66,10 @@ class Descended(Step):
     """
 
     descent: Descent
-    along_b: Operator
-    along_d: Operator
+    along_b: Coefficient
+    along_d: Coefficient
     keep: float
-    take: Operator
+    take: Coefficient
 
     def forward(self, W: Tensor, b: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """What the step makes of a parameter and its buffer."""
@@ -80,7 +80,7 @@ class Descended(Step):
         """The same with `d = λ W`."""
         return self._moved(W, b, added(0.0, self.descent.coupled, W))
 
-    def backward(self, r: Pair) -> tuple[Operator, Pair]:
+    def backward(self, r: Pair) -> tuple[Coefficient, Pair]:
         """The coefficient of this step's gradient, and `r` for the step before it."""
         return self.written_out.backward(r)
 

@@ -105,7 +105,7 @@ def rounded_orthogonalizer(hyper: Hyper, u: Tensor) -> Sided:
     """
     A = orthogonalizer(hyper, u)
     off, inverse = rounded_step(hyper, u) - apply(A, u), torch.linalg.pinv(u, rtol=SPAN)
-    return A + Sided(off @ inverse if A.left else inverse @ off, A.left)
+    return Sided(A.matrix + (off @ inverse if A.left else inverse @ off), A.left)
 
 
 def rounded_step(hyper: Hyper, u: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dualform.optimizers.adam import AdamLike, inverse_root
-from dualform.optimizers.operators import Operator, times
+from dualform.optimizers.operators import Coefficient, times
 from dualform.optimizers.options import clock
 from dualform.optimizers.rule import Hyper, Pair, State
 
@@ -37,7 +37,7 @@ class RAdamRule(AdamLike):
         return times(hyper["lr"] / first, _rectified(hyper, t, state["exp_avg_sq"])), 0.0
 
 
-def _rectified(hyper: Hyper, t: Any, v: Tensor) -> Operator:
+def _rectified(hyper: Hyper, t: Any, v: Tensor) -> Coefficient:
     beta2 = hyper["beta2"]
     unbiased = 1 - beta2**t
     longest = 2 / (1 - beta2) - 1

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.optimizers.operators import Operator, Value, added, plus, times
+from dualform.optimizers.operators import Coefficient, Value, added, plus, times
 
 UNTOUCHED, BY_ROW, OBSERVED = 0, 1, 2
 """How a step treated a book: left it alone, booked it by row, or booked its observed change."""
@@ -29,7 +29,7 @@ Hyper: TypeAlias = Mapping[str, float]
 """The hyper-parameters of a step, by name."""
 State: TypeAlias = dict[str, Tensor]
 """What an optimizer remembers of one parameter, by name."""
-Pair: TypeAlias = tuple[Operator, Operator]
+Pair: TypeAlias = tuple[Coefficient, Coefficient]
 
 
 class Step(ABC):
@@ -44,8 +44,20 @@ class Step(ABC):
         """What it would make of them without its gradient; 0.0 stands for nothing at all."""
 
     @abstractmethod
-    def backward(self, r: Pair) -> tuple[Operator, Pair]:
+    def backward(self, r: Pair) -> tuple[Coefficient, Pair]:
         """The coefficient of this step's gradient, and `r` for the step before it."""
+
+    def in_the_end(self) -> Coefficient:
+        """`n_W + n_b M_Wb / (1 − M_bb)`: what becomes of a gradient if all steps are alike.
+
+        >>> Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0)).in_the_end()
+        -0.2
+        """
+        on_W, (_, from_buffer) = self.backward((1.0, 0.0))
+        on_b, (_, kept) = self.backward((0.0, 1.0))
+        if not isinstance(kept, float) or kept >= 1:
+            return on_W
+        return plus(on_W, times(times(on_b, from_buffer), 1 / (1 - kept)))
 
 
 @dataclass(frozen=True)
@@ -75,7 +87,7 @@ class Transition(Step):
         (WW, Wb), (bW, bb) = self.M
         return added(added(0.0, WW, W), Wb, b), added(added(0.0, bW, W), bb, b)
 
-    def backward(self, r: Pair) -> tuple[Operator, Pair]:
+    def backward(self, r: Pair) -> tuple[Coefficient, Pair]:
         """`H = r · n`, and `r M`."""
         (WW, Wb), (bW, bb) = self.M
         return _dot(r, self.n), (_dot(r, (WW, bW)), _dot(r, (Wb, bb)))
@@ -90,7 +102,7 @@ def as_tensor(value: Value, like: Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.full_like(like, value)
 
 
-def _dot(r: Pair, column: Pair) -> Operator:
+def _dot(r: Pair, column: Pair) -> Coefficient:
     return plus(times(r[0], column[0]), times(r[1], column[1]))
 
 
@@ -139,6 +151,20 @@ class Rule(ABC):
     """What the optimizer's state calls the buffer `b`; empty where there is none."""
     state: ClassVar[tuple[str, ...]] = ()
     """What else of the optimizer's memory its coefficients depend on."""
+    by_numbers: ClassVar[bool]
+    """Whether its coefficients are numbers, known without a replay of the training."""
+    turns: ClassVar[bool] = False
+    """Whether its operators are elementwise in other bases, `Turned`."""
+
+    @property
+    def scalar(self) -> ScalarRule:
+        """The rule, as one whose coefficients are numbers."""
+        raise TypeError(f"the coefficients of '{self.name}' are no numbers; replay it.")
+
+    @property
+    def replayed(self) -> StateRule:
+        """The rule, as one that is replayed."""
+        raise TypeError(f"the coefficients of '{self.name}' are numbers; ask `scalar` for them.")
 
     def describes(self, optimizer: Optimizer) -> bool:
         """Whether the rule is for optimizers of this very class."""
@@ -205,6 +231,13 @@ class Coefficients:
 class ScalarRule(Rule):
     """A rule whose coefficients are numbers, known from the hyper-parameters alone."""
 
+    by_numbers = True
+
+    @property
+    def scalar(self) -> ScalarRule:
+        """Itself."""
+        return self
+
     @abstractmethod
     def transition(self, hyper: Hyper, buffered: bool) -> Transition:
         """The step these hyper-parameters make, with a buffer already there or not."""
@@ -248,12 +281,16 @@ class ScalarRule(Rule):
 class StateRule(Rule):
     """A rule whose coefficients depend on the gradients seen so far, through `state`."""
 
+    by_numbers = False
     elementwise: ClassVar[bool] = False
     """Whether each element goes its own way, so that parts of a parameter can be replayed alone."""
     follows_signs: ClassVar[bool] = False
     """Whether it steps by the sign of a gradient, whose rounding it therefore magnifies."""
-    turns: ClassVar[bool] = False
-    """Whether its operators are elementwise in other bases, `Turned`."""
+
+    @property
+    def replayed(self) -> StateRule:
+        """Itself."""
+        return self
 
     @abstractmethod
     def transition(
@@ -277,7 +314,7 @@ class StateRule(Rule):
 
 def walk_back(
     transitions: Sequence[Step], r: Pair, shares: Sequence[float]
-) -> tuple[list[Operator], Pair]:
+) -> tuple[list[Coefficient], Pair]:
     """The coefficients of some consecutive steps, and `r` before the first of them.
 
     `shares` says how much the parameter after each step counts: for `W_T`, 1 after the last.
@@ -286,7 +323,7 @@ def walk_back(
     >>> walk_back([halving, halving], (0.0, 0.0), [0.0, 1.0])
     ([-0.05, -0.1], (0.25, 0.0))
     """
-    found: list[Operator] = []
+    found: list[Coefficient] = []
     for transition, share in zip(reversed(transitions), reversed(shares), strict=True):
         coefficient, r = transition.backward((plus(r[0], share), r[1]))
         found.append(coefficient)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.optimizers.descent import Descent
-from dualform.optimizers.operators import Basis, Operator, Turned, along, apply
+from dualform.optimizers.operators import Basis, Coefficient, Turned, along, apply
 from dualform.optimizers.options import flat
 from dualform.optimizers.package import is_packaged, option, packed, second_moment, unpacked
 from dualform.optimizers.rule import STILL, Hyper, State, StateRule, Step
@@ -105,7 +105,7 @@ class SOAPRule(StateRule):
         there = along([None if one is None else one.T for one in Q], d)
         V = torch.lerp(state.get("exp_avg_sq", torch.zeros_like(d)), there**2, 1 - beta2)
         D = 1 / (V.sqrt() + hyper["eps"])
-        P: Operator = D if all(one is None for one in Q) else Turned.of(Q, D)
+        P: Coefficient = D if all(one is None for one in Q) else Turned.of(Q, D)
         far = _length(hyper) * descent.kept
         if hyper["normalize_gradient"]:
             step = apply(P, beta1 * b + (1 - beta1) * d)

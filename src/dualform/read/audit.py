@@ -13,7 +13,8 @@ from rich.text import Text
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger
-from dualform.optimizers import BY_ROW, ScalarRule
+from dualform.memory.forms import form_named
+from dualform.optimizers import BY_ROW
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import Scan
 from dualform.read.shown import Shown, columns, framed, pandas_frame
@@ -182,7 +183,7 @@ def _measure(accounting: Accounting, book: Book, weight: Tensor) -> _Measured:
     """A book against the weight that was kept."""
     whole, initial = balance(accounting, book)
     gap, scale, size = ((weight - part).norm() for part in (whole, initial, 0.0))
-    numbers = isinstance(accounting.rule, ScalarRule)
+    numbers = accounting.rule.by_numbers
     if numbers and gap > SUSPECT * scale and _is_column(book):  # rows that cancel leave rounding
         size = torch.maximum(size, gross_part(accounting, book).norm())
     small = bool(scale <= _rounding(book, accounting.until) * size)
@@ -229,4 +230,5 @@ def _bytes(ledger: Ledger, book: Book) -> int:
 
 def _payer(ledger: Ledger, stream: str) -> str:
     """The book that a stream's bytes are counted for: a weight rather than its bias."""
-    return min(ledger.info.fed_by(stream), key=lambda book: book.terms[stream].form == "sum").name
+    books = ledger.info.fed_by(stream)
+    return max(books, key=lambda book: form_named(book.terms[stream].form).needs_keys).name

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -13,24 +13,80 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger
+from dualform.memory.blocks import Sides
+from dualform.memory.views import View
 from dualform.optimizers import (
     BY_ROW,
     OBSERVED,
     Coefficients,
     History,
+    Memo,
+    Number,
     Operator,
     Pair,
-    ScalarRule,
-    StateRule,
+    Question,
     plus,
     rule_named,
 )
 from dualform.read.replay import Replay, spans_of
+from dualform.read.scan import Chunk
 
-Numbers: TypeAlias = Tensor
-"""(T + 1,): the coefficient of a row by its step's number, its factor included."""
-StepCoefficients: TypeAlias = Numbers | dict[int, Operator]
-"""One number for each step, or one operator for each step of a span."""
+
+class StepCoefficients(ABC):
+    """What each step of a span contributes to a book."""
+
+    @property
+    @abstractmethod
+    def operators(self) -> Mapping[int, Operator]:
+        """One for each step that is booked by row, by its number."""
+
+    @abstractmethod
+    def answers(
+        self, question: Question, chunk: Chunk, sides: Sides, view: View, memo: Memo
+    ) -> Tensor:
+        """(rows, questions): what the rows of a chunk answer, as the optimizer made them count."""
+
+
+@dataclass(frozen=True)
+class StepOperators(StepCoefficients):
+    """One operator for each step."""
+
+    found: Mapping[int, Operator]
+
+    @property
+    def operators(self) -> Mapping[int, Operator]:
+        """Those that were found."""
+        return self.found
+
+    def answers(
+        self, question: Question, chunk: Chunk, sides: Sides, view: View, memo: Memo
+    ) -> Tensor:
+        """In float64, step by step."""
+        found = chunk.values.new_zeros(len(sides), len(question), dtype=torch.float64)
+        wide = sides.double()  # what is divided by small gradients needs the digits
+        for step, rows in chunk.by_step():
+            if step in self.found:
+                found[rows] = self.found[step].answers(question, wide[rows], view, memo)
+        return found
+
+
+@dataclass(frozen=True)
+class StepNumbers(StepCoefficients):
+    """One number for each step, its factor included."""
+
+    numbers: Tensor
+
+    @property
+    def operators(self) -> Mapping[int, Operator]:
+        """The numbers that are not zero."""
+        return {t: Number(c) for t, c in enumerate(self.numbers.tolist()) if c}
+
+    def answers(
+        self, question: Question, chunk: Chunk, sides: Sides, view: View, memo: Memo
+    ) -> Tensor:
+        """In the precision of the rows, all steps at once."""
+        found = sides.answers(question)
+        return found.mul_(self.numbers[chunk.steps].to(found)[:, None])
 
 
 @dataclass(frozen=True)
@@ -63,7 +119,7 @@ class Accounting:
     @property
     def turns(self) -> bool:
         """Whether steps turn gradients into other bases."""
-        return isinstance(self.rule, StateRule) and self.rule.turns
+        return self.rule.turns
 
     @cached_property
     def _states(self) -> NDArray[np.uint8]:
@@ -113,15 +169,14 @@ class Accounting:
 
         Optimizers whose coefficients are numbers have a single span. The others are replayed.
         """
-        if isinstance(self.rule, ScalarRule):
-            numbers = {book.name: self._numbers(self.rule, book) for book in books}
+        if self.rule.by_numbers:
+            numbers = {book.name: StepNumbers(self.numbers(book)) for book in books}
             yield Span(1, self.until, dict(numbers))
             return
-        assert isinstance(self.rule, StateRule)
         spans = spans_of(self.ledger, self.until, max((book.size for book in books), default=1))
-        replays = [self._replay(self.rule, book, spans) for book in books]
+        replays = [self._replay(book, spans) for book in books]
         for first, last in reversed(spans):
-            found = {r.book.name: r.back(first, last) for r in replays}
+            found = {r.book.name: StepOperators(r.back(first, last)) for r in replays}
             yield Span(first, last, dict(found))
         for replay in replays:
             on_W, on_b = replay.r
@@ -129,8 +184,8 @@ class Accounting:
 
     def initial(self, book: Book) -> Pair:
         """What has become of the book's first value, and of its first buffer."""
-        if isinstance(self.rule, ScalarRule):
-            found = self._of(self.rule, book)
+        if self.rule.by_numbers:
+            found = self._of(book)
             return found.initial, found.buffer
         if book.name not in self._initial:
             for _ in self.spans([book]):
@@ -149,22 +204,23 @@ class Accounting:
         hyper = np.ascontiguousarray(self._hyper[:, column])
         return History(self.states(book), hyper, self.ledger.info.fields, buffers)
 
-    def _of(self, rule: ScalarRule, book: Book) -> Coefficients:
+    def _of(self, book: Book) -> Coefficients:
         """The book's coefficients; books with the same history share them."""
         history = self.history(book)
         key = (history.states.tobytes(), history.hyper.tobytes(), repr(history.buffers).encode())
         if key not in self._known:
-            self._known[key] = rule.coefficients(history, self.shares)
+            self._known[key] = self.rule.scalar.coefficients(history, self.shares)
         return self._known[key]
 
-    def _numbers(self, rule: ScalarRule, book: Book) -> Numbers:
+    def numbers(self, book: Book) -> Tensor:
+        """(T + 1,): a row's coefficient by its step's number, under a rule of numbers."""
         steps = np.zeros(self.until + 1)
         by_row = self.states(book) == BY_ROW
-        steps[1:] = np.where(by_row, self._of(rule, book).steps * self.factors(book), 0.0)
+        steps[1:] = np.where(by_row, self._of(book).steps * self.factors(book), 0.0)
         return torch.from_numpy(steps).to(self.device)
 
-    def _replay(self, rule: StateRule, book: Book, spans: Sequence[tuple[int, int]]) -> Replay:
-        factors = self.factors(book).tolist()
+    def _replay(self, book: Book, spans: Sequence[tuple[int, int]]) -> Replay:
+        rule, factors = self.rule.replayed, self.factors(book).tolist()
         return Replay(
             self.ledger, rule, book, self.history(book), factors, spans, self.shares, self.device
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Term
 from dualform.memory.blocks import as_matrix, from_matrix, keeps_order, matrix_shape
-from dualform.read.grouped import Region
+from dualform.memory.views import Region
 
 
 @dataclass(frozen=True)

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger
 from dualform.ledger.samples import Label, SampleId
-from dualform.memory.blocks import Bilinear, Functional, as_matrix
-from dualform.optimizers import Operator, Turned
+from dualform.memory.blocks import as_matrix
+from dualform.optimizers import Memo, Question
 from dualform.read.coefficients import Accounting, Span
-from dualform.read.questions import functional, through
+from dualform.read.questions import functional, seen_as
 from dualform.read.scan import Chunk, Scan, row_sides
-from dualform.read.turning import Turning, can_turn
-
-Question: TypeAlias = Functional | Bilinear
-Turnings: TypeAlias = dict[tuple[str, str], Turning]
-"""Questions in other bases, by book and stream."""
-DENSE = 1 << 24
-"""How many numbers questions may have together once they are no longer of rank one."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ def row_answers(
         question: what is asked of a book, as the stream of this name sees it.
         spans: how much each step's rows count; by default, as the optimizer made them count.
     """
-    turnings: Turnings = {}
+    memos: dict[tuple[str, str], Memo] = defaultdict(dict)
     ledger, device = accounting.ledger, accounting.device
     for span in accounting.spans(books) if spans is None else spans:
         for stream in ledger.info.streams:
@@ -103,38 +96,13 @@ def row_answers(
             fed = [book for book in books if book.name in asked]
             scan = Scan(ledger, stream, span.last, device, span.first)
             for chunk in scan if fed else ():
-                found = {b.name: _answers(chunk, b, span, asked[b.name], turnings) for b in fed}
+                found = {}
+                for book in fed:
+                    term, memo = book.terms[stream.name], memos[book.name, stream.name]
+                    found[book.name] = span.coefficients[book.name].answers(
+                        asked[book.name], chunk, row_sides(chunk, term), seen_as(book, term), memo
+                    )
                 yield chunk, found
-
-
-def _answers(
-    chunk: Chunk, book: Book, span: Span, question: Question, turnings: Turnings
-) -> Tensor:
-    """(rows, questions): what rows answer about one parameter, as the optimizer made them count."""
-    term, coefficients = book.terms[chunk.stream.name], span.coefficients[book.name]
-    sides = row_sides(chunk, term)
-    if isinstance(coefficients, Tensor):
-        found = question.of(sides)
-        return found.mul_(coefficients[chunk.steps].to(found)[:, None])
-    part = chunk.values.new_zeros(len(chunk.keys), len(question), dtype=torch.float64)
-    wide = sides.double()  # what is divided by small gradients needs the digits
-    for step, rows in chunk.by_step():
-        operator = coefficients.get(step)
-        if isinstance(operator, Turned) and can_turn(question, book.shape, term):
-            key = (book.name, chunk.stream.name)
-            if key not in turnings:
-                turnings[key] = Turning(question, book.shape, chunk.keys.device)
-            part[rows] = turnings[key].answers(operator, wide[rows])
-        elif operator is not None:
-            for some in _pieces(question, operator, book):
-                part[rows, some] = through(question[some], operator, term).of(wide[rows])
-    return part
-
-
-def _pieces(question: Question, operator: Operator, book: Book) -> list[slice]:
-    """The questions in portions: one that an operator turns is as large as the parameter."""
-    count = max(1, DENSE // book.size if isinstance(operator, Turned) else len(question))
-    return [slice(at, at + count) for at in range(0, len(question), count)]
 
 
 def _units(directions: Tensor) -> Tensor | None:

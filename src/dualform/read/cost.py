@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dualform.ledger import Book, Stream, Term
-from dualform.optimizers import ScalarRule
+from dualform.memory.forms import form_named
 from dualform.read.coefficients import Accounting
 from dualform.read.grouped import Grouping
 from dualform.read.matrix import COLUMN_BYTES
@@ -98,7 +98,7 @@ def work_of(
     names = {name for book in books for name in book.terms}
     scans = {s.name: (s, Scan(ledger, s, until)) for s in ledger.info.streams if s.name in names}
     if by_numbers is None:
-        by_numbers = isinstance(accounting.rule, ScalarRule)
+        by_numbers = accounting.rule.by_numbers
     parameters = sum(book.size for book in books)
     cut = by_numbers and grouping.by_visit
     return Work(
@@ -123,6 +123,5 @@ def _width(stream: Stream) -> int:
 def _block(stream: Stream, term: Term, book: Book) -> int:
     """How many numbers of a parameter a row adds to."""
     outputs = stream.values[0] if stream.layout else math.prod(stream.values)
-    if term.form != "outer":
-        return outputs
-    return book.size if stream.layout else outputs * math.prod(stream.keys) // term.groups
+    inputs = book.size // outputs if stream.layout else math.prod(stream.keys) // term.groups
+    return form_named(term.form).block(outputs, inputs)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dualform.ledger import Book
 from dualform.memory.blocks import Sides, matrix_shape
+from dualform.memory.forms import form_named
 from dualform.read.columns import Columns
 from dualform.read.matrix import Contributions, Weighing
 from dualform.read.targets import Parameters
@@ -70,7 +71,7 @@ def _whole(book: Book) -> bool:
     terms = list(book.terms.values())
     shapes = {matrix_shape(book.shape, term.view, term.groups) for term in terms}
     plain = all(term.at == (0, 0) and term.groups == 1 for term in terms)
-    return plain and len(shapes) == 1 and all(term.form != "lookup" for term in terms)
+    return plain and len(shapes) == 1 and all(form_named(term.form).has_sides for term in terms)
 
 
 def _bases(
@@ -82,13 +83,13 @@ def _bases(
     for stream, term in book.terms.items():
         chosen = torch.nonzero(weighing(book, visits[stream])).flatten()
         for rows in _rows(visits[stream], chosen):
-            sides = Sides.of(term.form, *rows, term.groups, term.at)
+            sides = form_named(term.form).rows(*rows, term.groups, term.at)
             if sides.a.shape[1] != height:
                 return None, None  # rows of a part of the matrix
             on_a += (sides.a.T @ sides.a).double()
             if sides.b is not None:
                 on_b += (sides.b.T @ sides.b).double()
-    has_b = any(term.form == "outer" for term in book.terms.values())
+    has_b = any(form_named(term.form).is_product for term in book.terms.values())
     return torch.linalg.eigh(on_a).eigenvectors, torch.linalg.eigh(on_b)[1] if has_b else None
 
 

@@ -96,8 +96,7 @@ class Forward:
     """
 
     def __init__(self, accounting: Accounting, book: Book, samples: Tensor | None = None) -> None:
-        assert isinstance(accounting.rule, StateRule)
-        self._accounting, self._rule, self._book = accounting, accounting.rule, book
+        self._accounting, self._rule, self._book = accounting, accounting.rule.replayed, book
         self._samples, self._shares = samples, accounting.shares
         self._history, self._factors = accounting.history(book), accounting.factors(book)
         in_blocks = self._rule.elementwise and torch.device(accounting.device).type == "cpu"

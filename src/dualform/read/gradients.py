@@ -33,7 +33,9 @@ from dualform.layers import (
 )
 from dualform.ledger import Stream, Term
 from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
-from dualform.read.grouped import Region, add_segments
+from dualform.memory.forms import form_named
+from dualform.memory.views import Region
+from dualform.read.grouped import add_segments
 from dualform.read.targets import Asked, Parameters
 
 PENDING_BYTES = 64 << 20
@@ -266,7 +268,7 @@ class Gradients:
         x, e = expand(stream, flat[0], flat[1])
         assert e is not None
         for book, term in site.terms.items():
-            sides = Sides.of(term.form, x, e, term.groups, term.at)
+            sides = form_named(term.form).rows(x, e, term.groups, term.at)
             yield Part(book, term, sides, queries)
 
     def _add_directly(

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dualform.memory.views import Region
 from dualform.read.columns import Columns
-from dualform.read.grouped import Region
 from dualform.read.matrix import Matrix
 from dualform.read.sparse import SparseLines
 

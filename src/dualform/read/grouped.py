@@ -14,35 +14,11 @@ from torch import Tensor
 
 from dualform.ledger import Term
 from dualform.memory.blocks import Sides
+from dualform.memory.forms import form_named
+from dualform.memory.views import Region
 from dualform.read.progress import LateProgress
 from dualform.read.scan import Chunk
 from dualform.read.visits import Visits
-
-
-@dataclass(frozen=True)
-class Region:
-    """A part of a parameter's matrix.
-
-    >>> Region.whole(4, 3).of(torch.zeros(2, 4, 3)).shape
-    torch.Size([2, 4, 3])
-    """
-
-    rows: slice
-    columns: slice
-
-    @classmethod
-    def whole(cls, height: int, width: int) -> Region:
-        """All of a matrix."""
-        return cls(slice(0, height), slice(0, width))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Its height and width."""
-        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
-
-    def of(self, matrices: Tensor) -> Tensor:
-        """The same part of matrices (…, height, width)."""
-        return matrices[..., self.rows, self.columns]
 
 
 @dataclass(frozen=True)
@@ -113,7 +89,7 @@ class Receiver:
 
     def sides(self, keys: Tensor, values: Tensor, weights: Tensor) -> Sides:
         """Rows as they are to be added."""
-        found = Sides.of(self.term.form, keys, values, self.term.groups, self.term.at)
+        found = form_named(self.term.form).rows(keys, values, self.term.groups, self.term.at)
         return _weighed(found if self.turn is None else self.turn(found), weights)
 
 
@@ -191,7 +167,7 @@ class InOrder:
 def in_order(visits: Visits, grouping: Grouping, receivers: Sequence[Receiver]) -> InOrder:
     """The visits that count for any of the receivers; the others are not read."""
     counted = torch.stack([receiver.weights != 0 for receiver in receivers]).any(0)
-    with_keys = any(receiver.term.form != "sum" for receiver in receivers)
+    with_keys = any(form_named(receiver.term.form).needs_keys for receiver in receivers)
     return InOrder(visits, grouping, counted, with_keys)
 
 

@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Term
-from dualform.memory.blocks import Sides, as_matrix, from_matrix, through_views
-from dualform.optimizers import Operator, ScalarRule
-from dualform.read.coefficients import Accounting, Span
+from dualform.memory.blocks import Sides, as_matrix, from_matrix
+from dualform.memory.views import Region
+from dualform.optimizers import Number, Operator
+from dualform.read.coefficients import Accounting, Span, StepOperators
 from dualform.read.columns import Columns, shape_of
 from dualform.read.grouped import (
     Grouping,
     InOrder,
     Receiver,
-    Region,
     add_groups,
     add_visits,
     in_order,
 )
-from dualform.read.matrixwise import Matrixwise
+from dualform.read.later import Chain, Later, share_of
+from dualform.read.questions import seen_as
 from dualform.read.scan import Chunk, Scan, row_sides
-from dualform.read.turning import Chain, Later
 from dualform.read.visits import Reused, Visits
 
 COLUMN_BYTES = 256 << 20
@@ -68,9 +68,7 @@ class Contributions:
         self._weighed: dict[tuple[str, str], Tensor] = {}
         ledger = accounting.ledger
         self.books = [book for book in (books or ledger.info.books) if book.terms]
-        self._weighing = weighing or (
-            self._coefficients if isinstance(accounting.rule, ScalarRule) else None
-        )
+        self._weighing = weighing or (self._coefficients if accounting.rule.by_numbers else None)
 
     @property
     def groups(self) -> int:
@@ -223,8 +221,7 @@ class Contributions:
         term = book.terms[stream]
         later = Later() if 4 * self.groups * book.size <= self._memory else None
         for span in self._spans(book):
-            operators = span.coefficients[book.name]
-            assert isinstance(operators, dict)
+            operators = span.coefficients[book.name].operators
             if later is not None:
                 operators = {step: later.own(step, found) for step, found in operators.items()}
             self._add_steps(into, book, stream, term, region, operators)
@@ -238,9 +235,10 @@ class Contributions:
         whole = Region.whole(*shape_of(book, term))
         sums = into.new_zeros(self.groups, *whole.shape)
         for tail, numbers in chain:
-            self._add_steps(sums, book, stream, term, whole, numbers)
-            into += region.of(through_views(tail.part, sums, book.shape, term.view, term.groups))
-            sums *= tail.rest
+            shares = {step: Number(share) for step, share in numbers.items()}
+            self._add_steps(sums, book, stream, term, whole, shares)
+            into += region.of(seen_as(book, term).through(tail.own.apply, sums))
+            sums *= share_of(tail)
 
     def _add_steps(
         self,
@@ -275,17 +273,17 @@ class Contributions:
         region: Region,
         operators: Mapping[int, Operator],
     ) -> None:
-        sides, whole = row_sides(chunk, term), Region.whole(*shape_of(book, term))
+        sides, view = row_sides(chunk, term), seen_as(book, term)
         columns = [c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions)]
         groups, numbers = torch.unique(self._grouping.of(*columns), return_inverse=True)
         for step, some in chunk.by_step():
             if step not in operators:
                 continue
-            operator = Matrixwise(operators[step], term, region, whole)
+            operator = operators[step].restricted(region, view)
             here, places = torch.unique(numbers[some], return_inverse=True)
             sums = into.new_zeros(len(here), *operator.needs.shape)
             add_groups(sums, sides[some], places, operator.needs)
-            into.index_add_(0, groups[here].to(into.device), operator(sums))
+            into.index_add_(0, groups[here].to(into.device), operator.apply(sums))
 
     def product(self, solved: Sequence[tuple[Columns, Tensor]]) -> Tensor:
         """(groups, queries): `Σ C xᵀ` over some parts, for x (queries, lines, side)."""
@@ -302,10 +300,7 @@ class Contributions:
         return found
 
     def _coefficients(self, book: Book, visits: Visits) -> Tensor:
-        (span,) = self._accounting.spans([book])
-        numbers = span.coefficients[book.name]
-        assert isinstance(numbers, Tensor)
-        return numbers.cpu()[visits.steps]
+        return self._accounting.numbers(book).cpu()[visits.steps]
 
 
 class Matrix(Protocol):
@@ -358,9 +353,8 @@ def by_blocks(matrix: Matrix, solved: Sequence[tuple[Columns, Tensor]]) -> Tenso
 
 def _narrow(span: Span, book: Book) -> Span:
     """Coefficients for each element in the precision of the columns."""
-    operators = span.coefficients[book.name]
-    assert isinstance(operators, dict)
-    narrow = {t: H.float() if isinstance(H, Tensor) else H for t, H in operators.items()}
+    operators = span.coefficients[book.name].operators
+    narrow = StepOperators({t: operator.narrow() for t, operator in operators.items()})
     return replace(span, coefficients={book.name: narrow})
 
 

@@ -15,14 +15,8 @@ from torch import Tensor
 from dualform.ledger import Book
 from dualform.optimizers import (
     BY_ROW,
-    Modewise,
     Operator,
-    ScalarRule,
-    Sided,
-    StateRule,
-    Step,
-    Turned,
-    plus,
+    as_operator,
     times,
 )
 from dualform.read.coefficients import Accounting
@@ -107,16 +101,13 @@ class Natural:
     def _by_step(self, book: Book) -> Tensor:
         """(T + 1,): how much each step's rows count, before they are scaled."""
         if self._by_numbers:
-            (span,) = self._accounting.spans([book])
-            numbers = span.coefficients[book.name]
-            assert isinstance(numbers, Tensor)
-            return numbers
+            return self._accounting.numbers(book)
         rates = torch.cat([torch.zeros(1, dtype=torch.float64), -self._rates(book)])
         return rates.to(self._accounting.device)
 
     @property
     def _by_numbers(self) -> bool:
-        return isinstance(self._accounting.rule, ScalarRule)
+        return self._accounting.rule.by_numbers
 
     def _turned(self, book: Book) -> Iterator[Columns]:
         """Where a step turns gradients, how far it moves a parameter is seen from both."""
@@ -152,13 +143,14 @@ class Natural:
         return self._sizes[book.name]
 
     def _found(self, book: Book) -> Tensor | None:
-        moves = [self._move(book, step) for step in self._looked_at(book)]
-        if any(isinstance(move, Sided | Modewise | Turned) for move in moves):
-            return None
-        inverse = [torch.as_tensor(move).square().reciprocal() for move in moves]
+        inverse = []
+        for step in self._looked_at(book):
+            moved = self._move(book, step).diagonal(book.shape)
+            if moved is None:
+                return None
+            inverse.append(moved.square().reciprocal().expand(book.shape))
         if inverse and all(bool(part.isfinite().all()) for part in inverse):
-            h = torch.stack([part.expand(book.shape) for part in inverse]).mean(0).rsqrt()
-            return h.clamp_min_(SMALLEST)
+            return torch.stack(inverse).mean(0).rsqrt().clamp_min_(SMALLEST)
         return self._measured(book)
 
     def _looked_at(self, book: Book) -> list[int]:
@@ -171,12 +163,12 @@ class Natural:
     def _move(self, book: Book, step: int) -> Operator:
         """How far one more gradient would move a parameter, relative to the rate: h by then."""
         accounting = self._accounting
-        assert isinstance(accounting.rule, StateRule)
-        hyper = accounting.history(book).at(step, accounting.rule.fields)
-        at: Moment = kept_moment(accounting.ledger, accounting.rule, book, step, accounting.device)
+        rule = accounting.rule.replayed
+        hyper = accounting.history(book).at(step, rule.fields)
+        at: Moment = kept_moment(accounting.ledger, rule, book, step, accounting.device)
         nothing = torch.zeros_like(at.W)
-        transition, _ = accounting.rule.transition(hyper, at.state, at.W, at.b, nothing)
-        return times(in_the_end(transition), 1 / (hyper["lr"] or 1.0))
+        transition, _ = rule.transition(hyper, at.state, at.W, at.b, nothing)
+        return as_operator(times(transition.in_the_end(), 1 / (hyper["lr"] or 1.0)))
 
     def _measured(self, book: Book) -> Tensor | None:
         """`h² = Σ (H g)² / Σ (η g)²` over the steps and their gradients g, where nothing was kept.
@@ -187,32 +179,18 @@ class Natural:
         moved = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
         rated = torch.zeros_like(moved)
         for span in accounting.spans([book]):
-            operators = span.coefficients[book.name]
-            assert isinstance(operators, dict)
+            operators = span.coefficients[book.name].operators
             found = step_gradients(
                 accounting.ledger, book, span.first, span.last, accounting.device
             )
             for step, gradient in found.items():
-                operator = operators.get(step, 0.0)
-                if isinstance(operator, Sided | Modewise | Turned):
-                    return None
-                moved += (operator * gradient).square_()
+                if step in operators:
+                    numbers = operators[step].diagonal(book.shape)
+                    if numbers is None:
+                        return None
+                    moved += (numbers.to(gradient) * gradient).square_()
                 rated += (rates[step - 1] * gradient).square_()
         return torch.where(rated > 0, moved / rated, 1.0).sqrt_().clamp_min_(SMALLEST)
-
-
-def in_the_end(step: Step) -> Operator:
-    """`n_W + n_b M_Wb / (1 − M_bb)`: what becomes of a gradient if all further steps are alike.
-
-    >>> from dualform.optimizers import Transition
-    >>> in_the_end(Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0)))
-    -0.2
-    """
-    on_W, (_, from_buffer) = step.backward((1.0, 0.0))
-    on_b, (_, kept) = step.backward((0.0, 1.0))
-    if not isinstance(kept, float) or kept >= 1:
-        return on_W
-    return plus(on_W, times(times(on_b, from_buffer), 1 / (1 - kept)))
 
 
 def _divided(columns: Columns, scale: Tensor | float) -> Columns:

@@ -29,6 +29,7 @@ from dualform.layers import (
 )
 from dualform.ledger import Declaration, Ledger, Stream
 from dualform.ledger.samples import SampleId
+from dualform.memory.forms import form_named
 from dualform.owners import Sighting, Trial
 from dualform.read.axes import query_axis
 from dualform.read.beside import Beside, OutputWatching, beside_rows
@@ -240,7 +241,7 @@ def last_seen(
         terms = ledger.info.terms_of(stream.name)
         outputs = layer_output(stream, terms, weights, inputs)
         nothing = Beside.nothing(*outputs.shape)  # as far as the run knows
-        complete = any(term.form != "sum" for term in terms.values())
+        complete = any(form_named(term.form).needs_keys for term in terms.values())
         found[stream.name] = LayerQueries(labels, inputs, outputs, nothing, complete)
     return found
 

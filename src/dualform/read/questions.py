@@ -7,18 +7,16 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dualform.ledger import Book, Stream, Term
-from dualform.memory.blocks import (
-    Bilinear,
-    Functional,
-    as_matrix,
-    by_group,
-    matrix_shape,
-    through_views,
-)
-from dualform.optimizers import Modewise, Operator, Sided, Turned, along
+from dualform.memory.blocks import Bilinear, Functional, as_matrix
+from dualform.memory.forms import form_named
+from dualform.memory.views import View
+
+
+def seen_as(book: Book, term: Term) -> View:
+    """How a term sees its parameter as a matrix."""
+    return View(book.shape, term.view, term.groups)
 
 
 def layer_output(
@@ -35,18 +33,7 @@ def layer_output(
 
 def term_output(term: Term, matrix: Tensor, keys: Tensor, width: int) -> Tensor:
     """(queries, outputs), or one for all: what one parameter, seen as a matrix, makes of keys."""
-    top, left = term.at
-    if term.form == "lookup":
-        return matrix[keys[:, 0] + top, left : left + width]
-    keys = keys.double()
-    if term.form == "sum":
-        return matrix[top : top + width, 0]
-    if term.form == "scale":
-        return keys * matrix[top : top + keys.shape[1], 0]
-    if term.groups == 1:
-        return keys @ matrix[top : top + width, left : left + keys.shape[1]].T
-    weight = by_group(matrix[None], term.groups)[0]
-    return torch.einsum("goi,qgi->qgo", weight, by_group(keys, term.groups)).flatten(1)
+    return form_named(term.form).output(matrix, keys, width, term.groups, term.at)
 
 
 def functional(
@@ -56,79 +43,5 @@ def functional(
 
     `units` are the outputs asked about, where every direction is a single one.
     """
-    height, width = matrix_shape(book.shape, term.view, term.groups)
-    top, left = term.at
-    if term.form == "lookup":
-        return Functional(keys[:, 0] + top, _placed(directions, left, width))
-    keys = keys.double()
-    if term.form == "outer" and term.groups > 1:
-        return _grouped(term, keys, directions, units)
-    if term.form == "outer":
-        beta = _placed(keys, left, width)
-    else:
-        beta = torch.ones(len(directions), 1, dtype=torch.float64)
-    if term.form == "scale":
-        if units is None:
-            directions = directions * keys
-        else:
-            beta = keys.gather(1, units[:, None])
-    alpha = _placed(directions, top, height) if units is None else units + top
-    return Functional(alpha, beta)
-
-
-def _grouped(
-    term: Term, keys: Tensor, directions: Tensor, units: Tensor | None
-) -> Functional | Bilinear:
-    grouped = by_group(keys, term.groups)
-    size = directions.shape[1] // term.groups
-    if units is not None:
-        return Functional(units, grouped[torch.arange(len(units)), units // size])
-    asked = by_group(directions, term.groups)
-    return Bilinear((asked[:, :, :, None] * grouped[:, :, None, :]).flatten(1, 2))
-
-
-def _placed(part: Tensor, start: int, size: int) -> Tensor:
-    """Rows of a block in the width of the whole."""
-    return F.pad(part, (start, size - start - part.shape[1]))
-
-
-def through(
-    question: Functional | Bilinear, operator: Operator, term: Term
-) -> Functional | Bilinear:
-    """The question as it is put to a gradient, when an operator made the change of it."""
-    if isinstance(operator, Tensor):
-        matrix = as_matrix(operator, term.view, term.groups).cpu()
-        if isinstance(question, Functional):
-            return question.scaled(matrix)
-        return Bilinear(question.matrices * matrix)
-    if isinstance(operator, Sided):
-        matrix, left = operator.matrix.cpu(), operator.left
-        if term.view == "swapped":
-            matrix, left = matrix.T, not left
-        if isinstance(question, Bilinear):
-            D = question.matrices
-            return Bilinear(matrix.T.to(D) @ D if left else D @ matrix.T.to(D))
-        return question.left(matrix) if left else question.right(matrix)
-    if isinstance(operator, Modewise | Turned):
-        return _mixed(question, operator, term)
-    if isinstance(question, Functional):
-        return Functional(question.a, question.b * operator)
-    return Bilinear(question.matrices * operator)
-
-
-def _mixed(
-    question: Functional | Bilinear, operator: Modewise | Turned, term: Term
-) -> Functional | Bilinear:
-    """Through an operator that is its own adjoint; rank one stays so where dimensions are sides."""
-    shape = operator.shape
-    if isinstance(question, Functional):
-        sides = term.groups == 1 and (
-            term.view == "rows" or (term.view == "flat" and len(shape) == 1)
-        )
-        if sides and isinstance(operator, Modewise):
-            first, *others = (matrix.cpu() for matrix in operator.matrices)
-            b = along(others, question.b.reshape(len(question), *shape[1:]))
-            return Functional(question.left(first).a, b.reshape(question.b.shape))
-        question = question.dense(matrix_shape(shape, term.view, term.groups)[0])
-    D = through_views(operator, question.matrices, shape, term.view, term.groups)
-    return Bilinear(D)
+    size = seen_as(book, term).size
+    return form_named(term.form).question(size, keys, directions, units, term.groups, term.at)

@@ -26,6 +26,7 @@ from dualform.optimizers import (
     State,
     StateRule,
     Step,
+    as_operator,
     times,
     walk_back,
 )
@@ -81,7 +82,7 @@ class Replay:
             self.r = (self.r[0], 0.0)  # a recorder started here, and its optimizer had no buffer
         numbered = [(t, H) for t, H in enumerate(found, start=first) if self._by_row(t)]
         factors = {t: float(self._factors[t - 1]) * ratios.get(t, 1.0) for t, _ in numbered}
-        return {t: times(H, factors[t]) for t, H in numbered}
+        return {t: as_operator(times(H, factors[t])) for t, H in numbered}
 
     def _before(self, first: int) -> Moment:
         """The state before a span, replayed from the last step at which it was kept."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger, Term
 from dualform.memory.blocks import Sides, matrix_shape
+from dualform.memory.forms import Form, form_named
 from dualform.read.scan import Scan, row_sides, rows_total
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -30,10 +31,14 @@ def kernel_dtype(ledger: Ledger, book: Book, stream: str) -> torch.dtype | None:
     """
     names = [shard.file.entries.get(f"{stream}/values") for shard in ledger.shards]
     found = {entry.dtype for entry in names if entry is not None}
-    cast = any(b.terms[stream].form == "outer" for b in ledger.info.fed_by(stream))
-    own = book.terms[stream].form in ("outer", "sum")
+    cast = any(_form(b, stream).is_product for b in ledger.info.fed_by(stream))
+    own = _form(book, stream).is_cast
     narrow = len(found) == 1 and found.issubset(NARROW) and book.dtype == "float32"
     return next(iter(found)) if cast and own and narrow else None
+
+
+def _form(book: Book, stream: str) -> Form:
+    return form_named(book.terms[stream].form)
 
 
 def is_rounded(ledger: Ledger, book: Book) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualform.ledger import Book
 from dualform.memory.blocks import Bilinear, as_matrix
-from dualform.read.coefficients import Accounting, Span
+from dualform.read.coefficients import Accounting, Span, StepNumbers
 from dualform.read.contributions import row_answers
 from dualform.read.grouped import Grouping
 from dualform.read.scores import Array
@@ -38,12 +38,16 @@ def row_sums(
     """
     chosen = [book for book in (books or accounting.ledger.info.books) if book.terms]
     sums = {b.name: _zeros(grouping, directions[b.name], accounting.device) for b in chosen}
-    spans = None if numbers is None else [Span(1, accounting.until, dict(numbers))]
+    spans = None if numbers is None else [_of_numbers(accounting.until, numbers)]
     for chunk, found in row_answers(accounting, chosen, partial(_question, directions), spans):
         groups = grouping.of_chunk(chunk)
         for name, part in found.items():
             sums[name].index_add_(0, groups, part.double())
     return {name: part.cpu().numpy() for name, part in sums.items()}
+
+
+def _of_numbers(until: int, numbers: Mapping[str, Tensor]) -> Span:
+    return Span(1, until, {name: StepNumbers(given) for name, given in numbers.items()})
 
 
 def _zeros(grouping: Grouping, directions: Tensor, device: torch.device | str) -> Tensor:

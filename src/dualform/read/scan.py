@@ -15,6 +15,7 @@ from dualform.layers import expand, positions
 from dualform.ledger import Book, Ledger, Stream, Term
 from dualform.ledger.reader import Commit
 from dualform.memory.blocks import Sides, from_matrix, matrix_shape
+from dualform.memory.forms import form_named
 from dualform.read.progress import LateProgress
 
 CHUNK_BYTES = 16 << 20
@@ -141,7 +142,7 @@ class Chunk:
 
 def row_sides(chunk: Chunk, term: Term) -> Sides:
     """A chunk's rows as the blocks they add to a parameter."""
-    return Sides.of(term.form, chunk.keys, chunk.values, term.groups, term.at)
+    return form_named(term.form).rows(chunk.keys, chunk.values, term.groups, term.at)
 
 
 def rows_total(book: Book, term: Term, sides: Sides, coefficients: Tensor) -> Tensor:

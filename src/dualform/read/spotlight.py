@@ -16,8 +16,9 @@ from rich.text import Text
 from torch import Tensor
 
 from dualform.errors import ReadingError, UnknownLayerError
-from dualform.ledger import Book, Ledger
+from dualform.ledger import Book, Ledger, Term
 from dualform.memory import Memory
+from dualform.memory.forms import form_named
 from dualform.read.contributions import Largest, LayerRows, Source
 from dualform.read.grouped import Grouping
 from dualform.read.queries import LayerQueries, Outputs, directions
@@ -239,26 +240,24 @@ class Reading(Shown):
     def _own_rows(self, what: str) -> Iterator[Chunk]:
         """The rows of a matrix product; for others, keys are not vectors to compare."""
         ledger = self.source.ledger
-        forms = [term.form for term in self._rows.terms.values()]
-        if "outer" not in forms:
+        if not any(_is_product(term) for term in self._rows.terms.values()):
             raise ReadingError(f"{what} the inputs of matrix products; '{self.layer}' is none.")
         for stream in ledger.info.streams:
             terms = ledger.info.terms_of(stream.name)
-            if any(t.form == "outer" for book, t in terms.items() if book in self._rows.terms):
+            if any(_is_product(t) for book, t in terms.items() if book in self._rows.terms):
                 yield from Scan(ledger, stream, self.source.until, self.source.device)
 
     def _numbers(self) -> Tensor:
         """The coefficients of the weight's rows, where they are numbers."""
         terms, books = self._rows.terms, self.source.ledger.info.fed_by(self.layer)
-        weight = next(book for book in books if terms[book.name].form == "outer")
-        span = next(iter(self.source.accounting.spans([weight])))
-        found = span.coefficients[weight.name]
-        if not isinstance(found, Tensor) or terms[weight.name].groups > 1:
+        weight = next(book for book in books if _is_product(terms[book.name]))
+        accounting = self.source.accounting
+        if not accounting.rule.by_numbers or terms[weight.name].groups > 1:
             raise ReadingError(
                 f"memory() needs one number for each row; '{self.layer}' has "
-                f"{'groups' if isinstance(found, Tensor) else 'one a weight'}; use samples()."
+                f"{'groups' if accounting.rule.by_numbers else 'one a weight'}; use samples()."
             )
-        return found
+        return accounting.numbers(weight)
 
     def _zeros(self, count: int) -> Tensor:
         device = self.source.device
@@ -300,3 +299,7 @@ def unknown_layer(layer: str, known: Sequence[str]) -> UnknownLayerError:
     """Says which layers there are."""
     names = ", ".join(f"'{name}'" for name in known) or "no layer by row"
     return UnknownLayerError(f"layer {layer!r} is not in this run; it recorded {names}.")
+
+
+def _is_product(term: Term) -> bool:
+    return form_named(term.form).is_product

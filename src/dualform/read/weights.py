@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Term
 from dualform.ledger.format import BUFFER
-from dualform.optimizers import ScalarRule, apply
+from dualform.optimizers import apply
 from dualform.read.coefficients import Accounting
 from dualform.read.forward import Forward
 from dualform.read.replay import chosen
@@ -41,7 +41,7 @@ def step_part(accounting: Accounting, book: Book) -> Tensor:
 
 def row_parts(accounting: Accounting, books: Sequence[Book], samples: Tensor) -> dict[str, Tensor]:
     """What the rows of some samples add up to in each book, in float64."""
-    if isinstance(accounting.rule, ScalarRule):
+    if accounting.rule.by_numbers:
         return {book.name: _row_part(accounting, book, samples) for book in books}
     return {book.name: Forward(accounting, book, samples).sums()[2] for book in books}
 
@@ -68,17 +68,16 @@ def gross_part(accounting: Accounting, book: Book) -> Tensor:
 def _chunks(accounting: Accounting, book: Book) -> Iterator[tuple[Chunk, Term, Tensor]]:
     """All rows of a book under a rule of numbers, with their term and the steps' coefficients."""
     ledger = accounting.ledger
-    for span in accounting.spans([book]) if book.terms else ():
-        numbers = span.coefficients[book.name]
-        assert isinstance(numbers, Tensor)
-        for name, term in book.terms.items():
-            for chunk in Scan(ledger, ledger.info.stream(name), span.last, accounting.device):
-                yield chunk, term, numbers
+    if book.terms:
+        numbers = accounting.numbers(book)
+    for name, term in book.terms.items():
+        for chunk in Scan(ledger, ledger.info.stream(name), accounting.until, accounting.device):
+            yield chunk, term, numbers
 
 
 def balance(accounting: Accounting, book: Book) -> tuple[Tensor, Tensor]:
     """A parameter as its book adds up to it, and its first value's part of that, in float64."""
-    if isinstance(accounting.rule, ScalarRule):
+    if accounting.rule.by_numbers:
         initial = initial_part(accounting, book)
         whole = _row_part(accounting, book, None) + initial
     else:

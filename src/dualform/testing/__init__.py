@@ -1,11 +1,22 @@
-"""Contracts that a new layer kind, optimizer rule or ledger inherits by writing two methods.
+"""Contracts that a new layer kind, form, rule, operator or ledger inherits.
 
 They need pytest, which the package itself does not.
 """
 
+from dualform.testing.forms import FormContract
 from dualform.testing.layers import LayerContract
 from dualform.testing.ledgers import LedgerContract
+from dualform.testing.operators import OperatorContract
 from dualform.testing.optimizers import RuleContract
 from dualform.testing.training import Loop, tiny_run, train
 
-__all__ = ["LayerContract", "LedgerContract", "Loop", "RuleContract", "tiny_run", "train"]
+__all__ = [
+    "FormContract",
+    "LayerContract",
+    "LedgerContract",
+    "Loop",
+    "OperatorContract",
+    "RuleContract",
+    "tiny_run",
+    "train",
+]
