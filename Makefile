@@ -54,6 +54,8 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	# In a folder of its own, and without torchvision, of which there is no build for the CPU.
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/timm timm==1.0.31
+	# Likewise, for quantized caches, which need no more of what hqq asks for.
+	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/hqq hqq==0.2.8.post1 termcolor==3.3.0
 	touch $@
 
 clean:

@@ -2,7 +2,8 @@
 
 A model's mask says everything: causality, padding on either side, packed documents, windows, a
 cache that is longer than what it holds. So layers are handed the mask that torch's own attention
-gets, taken apart only where it is a causal one. What a layer cannot follow is refused.
+gets, taken apart only where it is a causal one. A quantized cache gives its numbers back before a
+layer reads them, so it is a cache like others. What a layer cannot follow is refused.
 """
 
 from __future__ import annotations
