@@ -6,8 +6,10 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,7 @@ EVERYTHING |= {
 }
 MAY_IMPORT = {
     "errors": set(),
+    "private": set(),
     "memory": set(),
     "families": {"memory"},
     "ledger": set(),
@@ -57,7 +60,8 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "": EVERYTHING,
 }
-"""What each part may import, besides itself and `errors`; ARCHITECTURE.md says why."""
+"""What each part may import, besides itself and `ANYBODYS`; ARCHITECTURE.md says why."""
+ANYBODYS = {"errors", "private"}
 
 
 def modules() -> dict[str, Path]:
@@ -84,7 +88,7 @@ def imports(path: Path) -> set[str]:
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_import_table(module: str) -> None:
     part = module.split(".")[0]
-    allowed = {part, "errors", *MAY_IMPORT[part]}
+    allowed = {part, *ANYBODYS, *MAY_IMPORT[part]}
     for imported in imports(modules()[module]):
         fine = any(imported == name or imported.startswith(f"{name}.") for name in allowed)
         assert fine, f"dualform.{module} must not import dualform.{imported}"
@@ -180,6 +184,85 @@ def test_every_package_is_found() -> None:
     assert {f"dualform.{name}" for name in modules() if name} == found
 
 
+PUBLIC = {"_replace", "_asdict", "_fields", "_exit"}
+"""Names with a line before them that are public all the same: those of named tuples, and of os."""
+THEIRS = {"_C", "_base", "_buffers", "_indices", "_modules", "_parameters", "_values", "_version"}
+"""Private names of torch that some class of ours may have as well."""
+
+
+def is_private(name: str) -> bool:
+    """`_name`, but not `__name__`, which Python documents."""
+    return name.startswith("_") and not name.startswith("__") and name not in {*PUBLIC, "_"}
+
+
+@cache
+def names_of_ours() -> set[str]:
+    """What is defined in the package: functions, classes, attributes and variables."""
+    found = set()
+    for path in modules().values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return found - THEIRS
+
+
+def private_uses(code: str, ours: set[str]) -> list[str]:
+    """Where a file uses a private name of another package."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        names: list[str] = []
+        match node:
+            case ast.ImportFrom(module=str(module), names=aliases) if "dualform" not in module:
+                names = [*module.split("."), *(alias.name for alias in aliases)]
+            case ast.Import(names=aliases):
+                names = [part for alias in aliases for part in alias.name.split(".")]
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name):
+                names = [name] if name not in THEIRS else []
+            case ast.Attribute(attr=name):
+                names = [name]
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(str(name)), *_]
+            ):
+                names = [name]
+            case ast.Constant(value=str(text)) if re.fullmatch(r"torch(\.\w+)+", text):
+                names = text.split(".")
+        private = [name for name in names if is_private(name) and name not in ours]
+        found += [f"line {node.lineno}: {name}" for name in private]  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(set(modules()) - {"private"}))
+def test_private_names_of_other_packages_stand_in_one_file(module: str) -> None:
+    uses = private_uses(modules()[module].read_text(encoding="utf-8"), names_of_ours())
+    assert not uses, f"dualform.{module} must ask dualform.private for {', '.join(uses)}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch._C import Generator",
+        "from torch.utils import _pytree",
+        "import torch._dynamo",
+        "torch._standard_gamma(x)",
+        "torch.nn.modules.dropout._DropoutNd",
+        "self.points._version",
+        "gradient.coalesce()._values()",
+        "layer._parameters",
+        "getattr(module, '_compiler_ctx', None)",
+        "'torch._dynamo' in sys.modules",
+    ],
+)
+def test_private_names_are_noticed(code: str) -> None:
+    assert private_uses(code, names_of_ours())
+
+
+def test_what_is_not_private_is_let_be() -> None:
+    code = "self._parameters, self._rows, pair._replace(a=1), f.__code__, os._exit(1), part._parts"
+    assert private_uses(code, {"_rows", "_parts"}) == []
+
+
 LOADS = """
 import importlib, sys
 importlib.import_module(sys.argv[1])
@@ -193,7 +276,7 @@ def closure(part: str) -> set[str]:
     while waiting:
         if (name := waiting.pop()) not in found:
             found.add(name)
-            waiting += [*MAY_IMPORT[name], "errors"]
+            waiting += [*MAY_IMPORT[name], *ANYBODYS]
     return found
 
 

@@ -270,7 +270,7 @@ def test_a_run_without_rows_says_so(tmp_path: Path) -> None:
     def closure() -> Tensor:
         loss = model(x).square().sum()
         loss.backward()
-        return loss
+        return loss.detach()
 
     with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run"):
         optimizer.step(closure)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -373,7 +374,8 @@ def evaluated_by_another_thread(record: Watched) -> None:
 @loop(enc="a scripted module makes no calls that could be seen")
 def partly_scripted(record: Watched) -> None:
     model = Net()
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`?torch.jit", DeprecationWarning)  # since torch 2.10
         model.enc = torch.jit.trace(model.enc, torch.zeros(4, 6))
     optimizer = SGD(model.parameters(), lr=0.1)
     with record(model, optimizer):

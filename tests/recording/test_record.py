@@ -636,7 +636,7 @@ def test_an_optimizer_that_calls_its_closure_often(
         optimizer.zero_grad()
         loss = F.mse_loss(model(x), y)
         loss.backward()
-        return loss
+        return loss.detach()
 
     with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run") as recorder:
         for _ in range(3):
@@ -669,6 +669,56 @@ def test_an_optimizer_built_on_another(tmp_path: Path, data: tuple[Tensor, Tenso
     audit = balanced(tmp_path / "run")
     own = "Decaying is a subclass of SGD and may do anything; by row is SGD itself"
     assert {book.reason for book in audit.books} == {own}
+
+
+class Twice(SGD):
+    """Calls its parent twice, and fails in between when it is told to."""
+
+    fails = False
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        if self.fails:
+            raise ArithmeticError
+        super().step()
+
+
+def test_steps_inside_of_steps_are_none_of_their_own(
+    tmp_path: Path, data: tuple[Tensor, Tensor]
+) -> None:
+    """Nor does a step that raised make later ones look as if they were inside of it."""
+    model, (x, y) = mlp(), data
+    SGD(model.parameters(), lr=0.1)  # from now on, torch calls hooks for the parent's steps too
+    optimizer = Twice(model.parameters(), lr=0.1)
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        step(model, optimizer, x, y)
+        optimizer.fails = True
+        with pytest.raises(ArithmeticError) as kept:  # and with it every frame of the step
+            step(model, optimizer, x, y)
+        optimizer.fails = False
+        step(model, optimizer, x, y)
+        assert recorder.step == 2
+        assert kept.value.__traceback__ is not None
+    balanced(tmp_path / "run")
+
+
+class Later(SGD):
+    pass
+
+
+def test_a_step_that_was_put_in_later(
+    tmp_path: Path, data: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch calls no hooks for it, but for the parent's step inside of it."""
+    model, (x, y) = mlp(), data
+    SGD(model.parameters(), lr=0.1)
+    optimizer = Later(model.parameters(), lr=0.1)
+    monkeypatch.setattr(Later, "step", lambda self, closure=None: SGD.step(self), raising=False)
+    with told(tmp_path / "run"), dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        for _ in range(3):
+            step(model, optimizer, x, y)
+        assert recorder.step == 3
+    balanced(tmp_path / "run")
 
 
 def test_a_bias_the_optimizer_does_not_have(tmp_path: Path, data: tuple[Tensor, Tensor]) -> None:

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from dualform.private import in_function_transform
+
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -39,7 +41,7 @@ def can_fuse(q: Tensor, k: Tensor) -> bool:
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= 256
         and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_flash_sdp_enabled()
+        and not in_function_transform()
+        and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         and has_triton()
     )

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
 from dualform.attention.kernels_tiles import put, rows_of
+from dualform.private import flash_attention
 
 SHORT = 4096
 """Queries below which the host is slower than the device, unless a CUDA graph is captured."""
@@ -84,7 +85,7 @@ def _route(q: Tensor) -> str:
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float | None) -> Tensor:
     rows = (x.unsqueeze(1) for x in (q.contiguous().flatten(0, 2), k, v))
-    y: Tensor = torch.ops.aten._flash_attention_forward(
+    y: Tensor = flash_attention(
         *rows, layout.queries, layout.keys, q.shape[-2], max(layout.blocks), 0.0, False, False,
         scale=scale,
     )[0]  # fmt: skip

@@ -14,6 +14,7 @@ from dualform.attention.kinds import kind as kind_of
 from dualform.attention.multihead import MultiheadAttention
 from dualform.attention.primal import Primal
 from dualform.errors import AttentionError
+from dualform.private import attention_of
 
 _numbers = count(1)
 
@@ -128,7 +129,7 @@ def _switch(model: Any, kind: str | Primal | Layer, options: dict[str, Any]) -> 
     add(name, kind, options)
     if layers:
         model.set_attn_implementation(name)
-    if model.config._attn_implementation != name:
+    if attention_of(model.config) != name:
         raise AttentionError(
             f"{type(model).__name__} does not read by transformers' registry of attention, so its "
             "attention cannot be replaced."

@@ -16,6 +16,7 @@ from dualform.attention.shapes import (
     with_causal,
 )
 from dualform.memory.fused import fused_attention
+from dualform.private import in_function_transform
 
 
 def softmax(
@@ -72,6 +73,6 @@ def _four_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 def _backend() -> AbstractContextManager[None]:
     """Function transforms have rules for the plain formula only; the fused kernels have none."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or not in_function_transform():
         return nullcontext()
     return sdpa_kernel(SDPBackend.MATH)

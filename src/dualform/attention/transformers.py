@@ -30,6 +30,7 @@ from dualform.attention.kinds import kind as kind_of
 from dualform.attention.masks import Sight, read_mask
 from dualform.attention.primal import Primal
 from dualform.errors import AttentionError
+from dualform.private import ATTENTION_REGISTRY, attention_of, version_of
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -117,10 +118,10 @@ def add(name: str, kind: str | Primal | Layer, options: dict[str, Any]) -> None:
 def _mask(*given: Any, config: Any = None, **named: Any) -> Tensor | None:
     """The mask of torch's attention; a model that would not ask our layers is refused here."""
     modeling = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
-    if modeling is not None and not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
+    if modeling is not None and not hasattr(modeling, ATTENTION_REGISTRY):
         raise AttentionError(
             f"the model of {type(config).__name__} does not read by transformers' registry of "
-            f"attention, so attn_implementation='{config._attn_implementation}' would be ignored; "
+            f"attention, so attn_implementation='{attention_of(config)}' would be ignored; "
             "choose 'eager', or another model."
         )
     mask: Tensor | None = sdpa_mask(*given, config=config, **named)
@@ -136,7 +137,7 @@ def calls_the_registry(module: nn.Module) -> bool:
     forward: Any = type(module).forward
     while hasattr(forward, "__wrapped__"):
         forward = forward.__wrapped__
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(forward, "__code__", forward.__init__).co_names
+    return ATTENTION_REGISTRY in getattr(forward, "__code__", forward.__init__).co_names
 
 
 def _forward(
@@ -215,10 +216,10 @@ class _LastRead:
 
     def __call__(self, mask: Tensor, causal: bool, L: int, S: int) -> Sight:
         last = self._last
-        if last and last[0]() is mask and last[1:3] == (mask._version, causal):
+        if last and last[0]() is mask and last[1:3] == (version_of(mask), causal):
             return last[3]
         sight = read_mask(mask.expand(*mask.shape[:-2], L, S), causal)
-        self._last = (ref(mask), mask._version, causal, sight)
+        self._last = (ref(mask), version_of(mask), causal, sight)
         return sight
 
 

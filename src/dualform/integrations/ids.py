@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dualform.errors import RecordingError
+from dualform.private import LOADER_ITERATOR
 from dualform.recording import Recorder
 
 Loader = TypeVar("Loader", bound=Iterable[Any])
@@ -248,7 +249,7 @@ def _carrying(attributes: dict[str, Any], pack: Pack) -> dict[str, Any]:
     return {
         "dataset": Indexed(attributes["dataset"], batched),
         "collate_fn": Collate(attributes["collate_fn"], pack),
-        "_iterator": None,  # persistent workers have the dataset as it was
+        LOADER_ITERATOR: None,  # persistent workers have the dataset as it was
     }
 
 

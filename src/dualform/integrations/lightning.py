@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from dualform.errors import RecordingError
 from dualform.integrations.ids import Carried, Ids, is_indexed, naming
 from dualform.integrations.session import Session, resuming, started
+from dualform.private import is_compiled_by_lightning
 from dualform.recording import Recorder
 
 try:
@@ -175,7 +176,7 @@ def _check_training(trainer: Trainer, module: LightningModule) -> None:
             f"configure_optimizers gave {count} optimizers, and RecordCallback records one; "
             "put the parameters into groups of one optimizer."
         )
-    if getattr(module, "_compiler_ctx", None) is not None:
+    if is_compiled_by_lightning(module):
         raise RecordingError(
             "the LightningModule is compiled; fit the module that was given to torch.compile."
         )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from dualform.errors import RecordingError
+from dualform.private import at_exit
 from dualform.recording import Recorder, record
 
 
@@ -92,7 +91,7 @@ def _abandon_all() -> None:
 
 
 # The writer needs thread pools, which Python shuts down before `atexit`: come before them.
-getattr(threading, "_register_atexit", atexit.register)(_abandon_all)
+at_exit(_abandon_all)
 # A data loader's worker is a copy of this process that must not end what goes on in this one.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_SESSIONS.clear)

@@ -8,6 +8,7 @@ from types import FunctionType
 from typing import Any
 
 from torch.nn import functional as F
+from torch.overrides import has_torch_function
 
 from dualform.layers.use import Finder, Function, Inside, LayerKind
 
@@ -26,15 +27,26 @@ class AttentionForward(LayerKind):
     ) -> tuple[Any, None]:
         """Only the calls inside leave rows."""
         twin = find.guard(_undelegated, func)
-        if twin is None:  # recording has ended
+        if twin is None:  # recording has ended, or torch has another function
             return func(*args, **kwargs), None
         return inside(twin, args, kwargs, axis=1), None
 
 
 @cache
-def _undelegated(func: Any) -> Function:
-    """The same function without its first lines, which hand the whole call to whoever watches."""
-    scope = {**func.__globals__, "has_torch_function": lambda _: False}
+def _undelegated(func: Any) -> Function | None:
+    """The same function, which does not ask first whether somebody watches; None without one.
+
+    Functions written in Python ask `has_torch_function`, and hand their whole call to whoever
+    watches. The copy sees, by whatever name it has there, a function that says no.
+    """
+    if not isinstance(func, FunctionType):
+        return None
+    scope = {n: _nobody if x is has_torch_function else x for n, x in func.__globals__.items()}
     twin = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     twin.__kwdefaults__ = func.__kwdefaults__
-    return twin
+    asks = any(scope.get(name) is _nobody for name in func.__code__.co_names)
+    return twin if asks else None
+
+
+def _nobody(_: Any) -> bool:
+    return False

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from dualform.layers.computed import mark_given
-from dualform.layers.private import WEIGHT_NORM
 from dualform.layers.use import (
     Finder,
     Found,
@@ -32,6 +31,7 @@ from dualform.layers.use import (
 )
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix
+from dualform.private import weight_norm
 
 LARGEST = 1 << 18
 """The most numbers of a parameter of which every sample's gradient is kept in full."""
@@ -68,7 +68,7 @@ class WeightNorm(LayerKind):
     1
     """
 
-    functions = WEIGHT_NORM
+    functions = (weight_norm,)
 
     def use(self, find: Finder, func: Function, args: Sequence[Any], kwargs: Any, out: Any) -> None:
         """Remembers what the weight is made of."""

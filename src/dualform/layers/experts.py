@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 
 from dualform.layers.letters import matmul_letters
-from dualform.layers.private import GROUPED_PRODUCT
 from dualform.layers.product import product_use
 from dualform.layers.use import (
     Finder,
@@ -23,6 +22,7 @@ from dualform.layers.use import (
     named,
     outer_site,
 )
+from dualform.private import grouped_product
 
 
 class GroupedProduct(LayerKind):
@@ -32,7 +32,7 @@ class GroupedProduct(LayerKind):
     1
     """
 
-    functions = GROUPED_PRODUCT
+    functions = (grouped_product,)
 
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any

@@ -18,6 +18,7 @@ from dualform.layers.computed import PARAMETRIZED, computed_weight, leaves
 from dualform.layers.extent import Block, extent
 from dualform.ledger import Term
 from dualform.memory.forms import form_named
+from dualform.private import base_of, has_hooks
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Finder:
         """The parameter behind a tensor that is trained, or None."""
         known = self._whole.get(id(tensor))
         if known is None:
-            base = getattr(tensor, "_base", None)
+            base = base_of(tensor)
             known = None if base is None else self._whole.get(id(base))
             if known is None or not _distinct(tensor):
                 return None
@@ -223,7 +224,7 @@ class Finder:
 
     def original(self, tensor: Any) -> Found | None:
         """The parameter that weights are computed from, itself or a view of it; else None."""
-        for candidate in (tensor, getattr(tensor, "_base", None)):
+        for candidate in (tensor, base_of(tensor)):
             if id(candidate) in self._owner:
                 known = self._whole[id(candidate)]
                 return known if self._frozen or known.parameter.requires_grad else None
@@ -237,7 +238,7 @@ class Finder:
         node, owner, found = getattr(weight, "grad_fn", None), None, []
         for leaf in () if node is None else leaves(node):
             own = None if leaf is None else self._owner.get(id(leaf))
-            if leaf is None or own is None or own != (owner or own) or leaf._backward_hooks:
+            if leaf is None or own is None or own != (owner or own) or has_hooks(leaf):
                 return []
             owner = own
             found.append(self._whole[id(leaf)])

@@ -17,6 +17,7 @@ from dualform.optimizers.rule import (
     Step,
     Transition,
 )
+from dualform.private import first_lr_of
 
 KNOWN = ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")
 """Where the classes named Lion live that do exactly this; they are never imported here."""
@@ -84,5 +85,5 @@ def _first_lr(optimizer: Optimizer) -> float | None:
     """What λ is divided by: η_0, or 1; None where η_0 is a tensor that schedulers may change."""
     if not getattr(optimizer, "decoupled_wd", False):
         return 1.0
-    first: Any = getattr(optimizer, "_init_lr", None)
+    first: Any = first_lr_of(optimizer)
     return None if first is None or isinstance(first, Tensor) else float(first)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dualform.private import schema_of
+
 
 class Source(Protocol):
     """What random numbers are drawn from."""
@@ -101,7 +103,7 @@ def is_number(tensor: Tensor) -> bool:
 
 def is_view(func: Any) -> bool:
     """Whether an operation gives another view of what it is given, and changes nothing."""
-    aliases = [result.alias_info for result in func._schema.returns]
+    aliases = [result.alias_info for result in schema_of(func).returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
@@ -109,7 +111,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[T
     """The arguments that an operation changes in place."""
     found = [
         args[at] if at < len(args) else kwargs.get(argument.name)
-        for at, argument in enumerate(func._schema.arguments)
+        for at, argument in enumerate(schema_of(func).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return tensors_of(found)
@@ -119,7 +121,7 @@ def _argument(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str, default: Any
 ) -> Any:
     """An argument by its name."""
-    for at, argument in enumerate(func._schema.arguments):
+    for at, argument in enumerate(schema_of(func).arguments):
         if argument.name == name:
             standard = argument.default_value if argument.has_default_value() else default
             return args[at] if at < len(args) else kwargs.get(name, standard)

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dualform.owners.calls import (
     COUNTING,
@@ -35,6 +34,7 @@ from dualform.owners.calls import (
     tensors_of,
     written_by,
 )
+from dualform.private import TorchDispatchMode, storage_key, without_modes
 
 HOST_BYTES = 2 << 30
 """How much memory all worlds together may take on a CPU; on a GPU, half of what is free."""
@@ -258,10 +258,11 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _keep(self, real: Tensor, twin: Tensor, world: int) -> None:
         memory = self._of(real)
         copy, new = memory.copies[world], twin.untyped_storage()
-        if copy is not None and copy._cdata == new._cdata:
+        key = storage_key(new)
+        if copy is not None and storage_key(copy) == key:
             return  # it was written in place
         alike = (twin.stride(), twin.storage_offset()) == (real.stride(), real.storage_offset())
-        if alike and new.nbytes() == real.untyped_storage().nbytes() and _key(real) != new._cdata:
+        if alike and new.nbytes() == real.untyped_storage().nbytes() and _key(real) != key:
             memory.copies[world] = new
         else:
             self._own(real, world)
@@ -351,7 +352,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def outside() -> Iterator[None]:
     """What is computed here belongs to no world and no graph, and is in main memory by default."""
-    with torch.no_grad(), _disable_current_modes(), torch.device("cpu"):
+    with torch.no_grad(), without_modes(), torch.device("cpu"):
         yield
 
 
@@ -378,7 +379,7 @@ def _is_gone(memory: Memory) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_key(tensor.untyped_storage())
 
 
 def _geometry(tensor: Tensor) -> Geometry:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
 
 from dualform.layers import first_tensor, usual_axis
+from dualform.private import tree_flatten, tree_map
 
 FEW, MOST = 4, 128
 """How many entries are tried along the dimension in question, and along the other."""

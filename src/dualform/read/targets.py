@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from dualform.errors import ReadingError
 from dualform.layers import first_tensor
+from dualform.private import BATCH_NORM, DROPOUT, tree_flatten, tree_map, tree_unflatten
 from dualform.read.axes import query_axis, select
 from dualform.read.queries import arguments
 
@@ -221,11 +221,9 @@ def _class_output(output: Any, label: Tensor) -> Tensor:
 def _refuse_random(model: nn.Module) -> None:
     """What a model gives in training mode is random, or depends on the other queries."""
     for name, module in model.named_modules():
-        rate = getattr(
-            module, "p" if isinstance(module, nn.modules.dropout._DropoutNd) else "dropout", 0
-        )
+        rate = getattr(module, "p" if isinstance(module, DROPOUT) else "dropout", 0)
         drops = isinstance(rate, float) and rate > 0
-        if module.training and (drops or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+        if module.training and (drops or isinstance(module, BATCH_NORM)):
             raise ReadingError(
                 f"the model is in training mode, and '{name}' ({type(module).__name__}) makes its "
                 "output random or dependent on the batch; call model.eval() first."

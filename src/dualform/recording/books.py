@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix, matrix_shape
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
+from dualform.private import sparse_parts, version_of
 from dualform.recording.glance import Glances
 from dualform.recording.plan import Plan, reason_of, refusals
 from dualform.recording.probe import Look
@@ -104,7 +105,7 @@ class Books:
         before, glance = self._span_start, self.glances.take()
         moved = self.glances.differing([self.span_glance], [glance])
         self.span_glance = glance
-        versions = {name: p._version for name, p in self._plan.parameters.items()}
+        versions = {name: version_of(p) for name, p in self._plan.parameters.items()}
         still = {
             name
             for name in before
@@ -305,7 +306,7 @@ class Books:
     def _random(self, name: str, height: int, width: int) -> Tensor:
         generator = torch.Generator().manual_seed(self._columns[name])  # the user's stays untouched
         count = min(width + 1, -(-PROBE_NUMBERS // height))
-        vectors = torch.randn(width, count, generator=generator, dtype=torch.float64)
+        vectors = torch.randn(width, count, generator=generator, dtype=torch.float64, device="cpu")
         parameter = self._plan.parameters[name]
         return vectors.to(parameter.device, parameter.dtype)
 
@@ -346,14 +347,14 @@ class Books:
 
 def _some_rows(gradient: Tensor, rows: slice) -> Tensor:
     """Some rows of a table's sparse gradient; only those are made dense."""
-    places, values = gradient._indices()[0], gradient._values()
+    (places, *_), values = sparse_parts(gradient)
     inside = (places >= rows.start) & (places < rows.stop)
     dense = values.new_zeros(rows.stop - rows.start, *values.shape[1:])
     return dense.index_add_(0, places[inside] - rows.start, values[inside])
 
 
 def _memory(state: Mapping[str, object]) -> Memory:
-    return [(kept, kept._version) for kept in state.values() if isinstance(kept, Tensor)]
+    return [(kept, version_of(kept)) for kept in state.values() if isinstance(kept, Tensor)]
 
 
 def _members(optimizer: Optimizer) -> list[list[int]]:

@@ -11,9 +11,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from dualform.ledger.samples import SampleId
 from dualform.owners import Batch, Trial
-
-_current_backward = torch._C._current_graph_task_id
-"""The number of the backward pass that is running; -1 where none is."""
+from dualform.private import current_backward, will_execute
 
 
 class Batches:
@@ -43,7 +41,7 @@ class Batches:
 
     def begin(self, given: Iterable[Tensor]) -> Batch | None:
         """A forward pass of the whole model begins, given these tensors: its batch, if new."""
-        again = _current_backward() >= 0  # by checkpointing
+        again = current_backward() >= 0  # by checkpointing
         if again and self._named:
             return None
         batch = self._next()
@@ -53,7 +51,7 @@ class Batches:
 
     def begin_inside(self, given: Sequence[Tensor]) -> Batch | None:
         """The same for a part of the model that the loop calls by itself."""
-        if _current_backward() >= 0 or not given:
+        if current_backward() >= 0 or not given:
             return None
         batch = self._current()
         if batch.size < 0:
@@ -76,7 +74,7 @@ class Batches:
         In a backward pass checkpointing makes calls again: those of the batch whose errors came
         last, or of the only one there is.
         """
-        if _current_backward() < 0:
+        if current_backward() < 0:
             return self._current()
         if self._arrived is None and len(self._pending) == 1:
             self._arrived = self._pending[0]
@@ -132,7 +130,7 @@ class Reached:
         for book in books:
             node = self._nodes.get(book) or self._find(book)
             try:
-                if node is not None and torch._C._will_engine_execute_node(node):
+                if node is not None and will_execute(node):
                     return True
             except RuntimeError:  # torch.autograd.grad(loss, parameters): the loop may use it
                 return True

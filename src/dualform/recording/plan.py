@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from dualform.layers.derived import LARGEST
 from dualform.ledger import Book
 from dualform.ledger.tensors import CODES
 from dualform.optimizers import Rule, why_observed
+from dualform.private import is_compiled, may_have_compiled
 
 
 @dataclass(frozen=True)
@@ -79,21 +80,33 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
 def uncompiled() -> ExitStack:
     """Until closed, what torch.compile made runs as it was written, so that it can be seen."""
     stack = ExitStack()
-    if "torch._dynamo" in sys.modules:  # else nothing has been compiled
+    if may_have_compiled():
         stack.enter_context(torch.compiler.set_stance("force_eager"))
     return stack
 
 
 def is_nested(optimizer: Optimizer) -> bool:
-    """Whether a step is running inside another: a subclass that calls `super().step()`."""
-    if type(optimizer).__mro__[1] is Optimizer:
+    """Whether a step is running inside another: a subclass that calls `super().step()`.
+
+    Torch calls hooks for both. Counting hooks would go wrong after a step that raised. So the calls
+    of `step` that are running are counted, those of the kind that calls hooks: the innermost does.
+    """
+    classes = type(optimizer).__mro__
+    if classes[1] is Optimizer:
         return False
-    frame, running = inspect.currentframe(), 0
+    steps = [vars(cls)["step"] for cls in classes if "step" in vars(cls)]
+    codes = {step.__code__ for step in steps if isinstance(step, FunctionType)}
+    frame, running = inspect.currentframe(), []
     while frame is not None:
-        is_step = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_locals
-        running += is_step and frame.f_locals.get("self") is optimizer
+        if frame.f_code in codes and _first_argument(frame) is optimizer:
+            running.append(frame.f_code)
         frame = frame.f_back
-    return running > 1
+    return running.count(running[0]) > 1 if running else False
+
+
+def _first_argument(frame: FrameType) -> object:
+    names, others, _, values = inspect.getargvalues(frame)
+    return values[names[0]] if names else next(iter(values[others] if others else ()), None)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -105,7 +118,7 @@ def refuse_wrapped(model: nn.Module) -> None:
             "torchrun or with `accelerate launch --num_processes 1`)."
         )
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        if is_compiled(module):
             where = f"its module '{name}'" if name else "the model"
             raise RecordingError(
                 f"{where} is compiled, and a compiled module makes no calls that could be seen; "

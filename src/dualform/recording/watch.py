@@ -31,6 +31,7 @@ from dualform.layers import (
 from dualform.ledger import Declaration
 from dualform.ledger.samples import SampleId, check_ids, listed
 from dualform.owners import UNCLEAR, Batch, Owners, Sighting
+from dualform.private import own_parameters
 from dualform.recording.guard import Guard
 from dualform.recording.naming import Naming
 from dualform.recording.passes import Batches, Here, Reached
@@ -166,7 +167,7 @@ class Watch:
         self._enter()
         if not torch.is_grad_enabled():
             return
-        self._owner_calls += bool(module._parameters)
+        self._owner_calls += bool(own_parameters(module))
         if self._here.depth == 1:  # called by itself, not from within the model
             self._alone.add(module)
             self._guard.run(FORWARD, self._begin_part, module, args, kwargs)
@@ -217,9 +218,9 @@ class Watch:
                     handle.remove()
                 else:
                     self._handles.append(handle)
-        owners = [module for module in parts if module._parameters]
+        owners = [module for module in parts if own_parameters(module)]
         plain = [
-            type(module).forward is nn.Linear.forward and "weight" in module._parameters
+            type(module).forward is nn.Linear.forward and "weight" in own_parameters(module)
             for module in owners
         ]
         if all(plain) and not self._alone and self._calls == self._owner_calls:
@@ -235,7 +236,7 @@ class Watch:
         self._handles += [layer.register_forward_hook(see) for layer in layers]
 
     def _see_linear(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-        own = module._parameters
+        own = own_parameters(module)
         weight, bias = own["weight"], own["bias"]
         if args and (use := matrix_use(self._find, out, False, args[0], weight, bias)):
             self._take(use)

@@ -19,6 +19,7 @@ from dualform.families.measures.points import (
 from dualform.families.tilting import log_average
 from dualform.memory import Exponential, Kernel, Memory
 from dualform.memory.fused import fused_attention
+from dualform.private import in_function_transform, version_of
 
 
 class Empirical(Memory, Measure):
@@ -92,7 +93,7 @@ class Empirical(Memory, Measure):
         return self._limit[1]
 
     def _seen(self) -> tuple[int, int]:
-        return id(self.points), self.points._version
+        return id(self.points), version_of(self.points)
 
     def __repr__(self) -> str:
         return f"Empirical(points={tuple(self.keys.shape)})"
@@ -275,7 +276,7 @@ def _fusible(eta: Tensor, keys: Tensor, values: Tensor, offset: Tensor | None) -
     given = (eta, keys, values) if offset is None else (eta, keys, values, offset)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         return False
-    if torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling():
+    if in_function_transform() or torch.compiler.is_compiling():
         return False
     alike = eta.dtype == keys.dtype == values.dtype == given[-1].dtype
     return alike and eta.ndim > 1 < values.ndim and values.shape[-2] == keys.shape[-2]

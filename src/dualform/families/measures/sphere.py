@@ -8,6 +8,7 @@ from dualform.errors import FamilyError
 from dualform.families.bessel import BELOW_ONE, concentration, log_hypergeometric, ratio
 from dualform.families.checks import holds
 from dualform.families.measures.measure import OfWidth
+from dualform.private import standard_gamma
 
 SPHERE = 1e-4
 """How far from length 1 a point may be and still count as one of the sphere (float32, squared)."""
@@ -148,5 +149,5 @@ def _cosines(kappa: Tensor, d: int, generator: torch.Generator | None) -> Tensor
 def _beta(half: float, like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Beta(half, half), from two gammas."""
     shape = torch.full_like(like, half)
-    x, y = (torch._standard_gamma(shape, generator=generator) for _ in range(2))
+    x, y = (standard_gamma(shape, generator=generator) for _ in range(2))
     return x / (x + y)
