@@ -50,31 +50,34 @@ def pip(*arguments: str) -> int:
 def stand_in(folder: Path) -> None:
     """Makes the libraries that torch's own need and nobody has, of functions that only fail."""
     libraries = sorted(folder.glob("*.so*"))
-    wanted: dict[str, set[str]] = {}
-    for library in libraries:
-        read = subprocess.check_output(["readelf", "--dynamic", "--wide", library], text=True)
-        for name in re.findall(
-            r"\(NEEDED\).*\[(lib(?:cu|nccl|nvrtc|nvToolsExt|nvshmem).*)\]", read
-        ):
-            wanted.setdefault(name, set())
-    anywhere: set[str] = set()
-    for library in libraries:
-        read = subprocess.check_output(["nm", "--dynamic", "--undefined-only", library], text=True)
-        for symbol in re.findall(r"[Uw] (_*(?:cu|nccl|nvrtc|nvtx|nvshmem)\S*)", read):
-            name, _, owner = symbol.partition("@")
-            wanted.get(owner, anywhere).add(name)
-    wanted[min(wanted)] |= anywhere
-    for name, functions in wanted.items():
-        if not (folder / name).exists():
-            compile_empty(folder / name, functions)
+    read = "".join(map(symbols_needed, libraries))
+    missing = set(re.findall(r"\(NEEDED\).*\[(lib(?:cu|nccl|nvrtc|nvToolsExt|nvshmem).*)\]", read))
+    named = dict(re.findall(r"File: (\S+) .*\n.*Name: (\S+)", read))
+    versions = {library: named.get(library, library) for library in missing}
+    functions: dict[str, set[str]] = {version: set() for version in versions.values()}
+    for symbol in re.findall(r" [Uw] (_*(?:cu|nccl|nvrtc|nvtx|nvshmem)\S*)", read):
+        name, _, version = symbol.partition("@")
+        functions.get(version, functions[versions[min(versions)]]).add(name)
+    for library, version in versions.items():
+        if not (folder / library).exists():
+            compile_empty(folder / library, version, functions[version])
 
 
-def compile_empty(library: Path, functions: set[str]) -> None:
+def symbols_needed(library: Path) -> str:
+    """What two tools print of the other libraries that one needs, and of the functions in them."""
+    tools = (
+        ["readelf", "--dynamic", "--version-info", "--wide"],
+        ["nm", "--dynamic", "--undefined-only"],
+    )
+    return "".join(subprocess.check_output([*tool, library], text=True) for tool in tools)
+
+
+def compile_empty(library: Path, version: str, functions: set[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, versions = Path(folder, "empty.c"), Path(folder, "versions")
         lines = [f"int {name}(void) {{ return {NO_DEVICE}; }}" for name in sorted(functions)]
         source.write_text("\n".join([*lines, "int stands_in = 1;"]), encoding="utf-8")
-        versions.write_text(f"{library.name} {{ *; }};", encoding="utf-8")
+        versions.write_text(f"{version} {{ *; }};", encoding="utf-8")
         options = ["-shared", "-fPIC", "-w", "-fno-builtin", f"-Wl,-soname,{library.name}"]
         options += [f"-Wl,--version-script={versions}", "-o", str(library)]
         subprocess.run(["gcc", *options, str(source)], check=True)

@@ -1,9 +1,9 @@
 """Names that other packages keep to themselves, and that dualform cannot do without.
 
 No other file of dualform uses a private name of another package. Each name stands here once, with
-what it is for and what would replace it. `NAMES` says on which public releases each was tried: the
-lowest and the highest, of those that `make test-lowest` and `make test` install. The tests say
-which name an installed release does not have.
+what it is for and what would replace it. `NAMES` says on which public releases each was tried, from
+the lowest to the highest (`make test-lowest` tries the lowest). `tests/test_private.py` says which
+name an installed release does not have.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 __all__ = ["TorchDispatchMode", "tree_flatten", "tree_map", "tree_unflatten"]
 
-TORCH = "torch 2.8.0 to 2.13.0"
+TORCH = "torch 2.8.0 to 2.15.0"
 NAMES = {
     "torch.utils._python_dispatch.TorchDispatchMode": TORCH,
     "torch.utils._python_dispatch._disable_current_modes": TORCH,

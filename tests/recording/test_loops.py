@@ -375,7 +375,7 @@ def evaluated_by_another_thread(record: Watched) -> None:
 def partly_scripted(record: Watched) -> None:
     model = Net()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`?torch.jit", DeprecationWarning)  # since torch 2.10
+        warnings.filterwarnings("ignore", "`?torch.jit")  # is deprecated, in newer releases
         model.enc = torch.jit.trace(model.enc, torch.zeros(4, 6))
     optimizer = SGD(model.parameters(), lr=0.1)
     with record(model, optimizer):
