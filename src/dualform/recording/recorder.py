@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
+from dualform.ledger.codecs import codec_named
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.optimizers import Rule, rule_for
 from dualform.recording.advice import Advice
@@ -72,13 +73,15 @@ class Recorder:
         overwrite: bool = False,
         buffer_bytes: int = 128 << 20,
         strict: bool = False,
+        codec: str = "exact",
     ) -> None:
         self.path = path
         self.step = 0
         """How many optimizer steps are recorded."""
         self._model, self._optimizer = model, torch_optimizer(optimizer)
         self._describe, self._resume, self._overwrite = describe, resume, overwrite
-        self._buffer_bytes, self._handles = buffer_bytes, list[RemovableHandle]()
+        self._buffer_bytes, self._codec = buffer_bytes, codec_named(codec)
+        self._handles = list[RemovableHandle]()
         self._guard, self._naming, self._broken_off = Guard(strict), Naming(), False
 
     def __repr__(self) -> str:
@@ -117,10 +120,10 @@ class Recorder:
         self._advice = Advice(plan, type(optimizer).__name__, self._books.trained, harmless=NOISY)
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams, self._guard)
-        met, ports = (opened.samples, opened.numbered), self._watch.ports.all
-        refused, glances = self._watch.owners.refused, self._books.glances
+        kept, ports = (opened.samples, self._codec), self._watch.ports.all
+        seen = (self._watch.owners.refused, self._books.glances)
         reconciler = Reconciler(plan, rule, optimizer)
-        self._settler = Settler(plan, ports, *met, refused, glances, reconciler, self._advice)
+        self._settler = Settler(plan, ports, *kept, *seen, reconciler, self._advice)
         self._verifier = Verifier(self._books, self._watch, self._settler, rule, self._naming)
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
