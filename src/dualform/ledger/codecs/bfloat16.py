@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dualform.ledger.codecs.codec import Codec, Column, Records, plain_records
+from dualform.ledger.codecs.codec import Codec, Column, Records
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,10 @@ class BFloat16(Codec):
         }
 
     def decode(self, arrays: Mapping[str, Tensor], start: int, stop: int) -> Records:
-        """The rounded numbers as float32."""
-        return plain_records(arrays, start, stop)
+        """The rounded numbers."""
+        values = arrays["values"][start:stop]
+        keys = arrays["keys"][start:stop] if "keys" in arrays else values[:, :0]
+        return self.computed(keys, values)
 
     @property
     def leaves_residual(self) -> bool:

@@ -113,7 +113,7 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, arrays: Mapping[str, Tensor], start: int, stop: int) -> Records:
-        """Some records again, in a type to compute with.
+        """Some records again, in the types to compute with (`computed`).
 
         Where only `value_arrays` are given, keys have no width.
         """
@@ -126,26 +126,21 @@ class Codec(ABC):
         If so, a recorder keeps for each step and book what the decoded rows miss of the gradient.
         """
 
+    def computed(self, keys: Tensor, values: Tensor) -> Records:
+        """Numbers in the types to compute with: as recorded, but of at least 32 bits.
+
+        Places in a table are int64.
+        """
+        of_keys, of_values = (_computed(dtype) for dtype in self.recorded)
+        return Records(keys.to(of_keys), values.to(of_values))
+
     def bytes_per_row(self, keys: int, values: int) -> int:
         """What a record with a key and a value of so many numbers takes on disk."""
         columns = self.arrays(keys, values).values()
         return sum(column.width * column.dtype.itemsize for column in columns)
 
 
-def plain_records(arrays: Mapping[str, Tensor], start: int, stop: int) -> Records:
-    """Records whose numbers are stored one by one, in a type to compute with.
-
-    >>> arrays = {"keys": torch.tensor([[5]]), "values": torch.ones(1, 2, dtype=torch.bfloat16)}
-    >>> [side.dtype for side in plain_records(arrays, 0, 1)]
-    [torch.int64, torch.float32]
-    """
-    values = _widened(arrays["values"][start:stop])
-    keys = _widened(arrays["keys"][start:stop]) if "keys" in arrays else values[:, :0]
-    return Records(keys, values)
-
-
-def _widened(numbers: Tensor) -> Tensor:
-    """Numbers of at least 32 bits; places in a table as int64."""
-    if not numbers.is_floating_point():
-        return numbers.long()
-    return numbers.to(torch.float64 if numbers.dtype == torch.float64 else torch.float32)
+def _computed(recorded: torch.dtype) -> torch.dtype:
+    if not recorded.is_floating_point:
+        return torch.int64
+    return torch.float64 if recorded == torch.float64 else torch.float32
