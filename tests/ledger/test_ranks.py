@@ -214,7 +214,7 @@ def test_each_rank_numbers_its_ids(tmp_path: Path) -> None:
     run = dualform.open(path)
     assert run.ids == ["ant", "bee", "cat"]
     now = float(run.state_dict()["w"])
-    added = {name: now - float(run.forget([name])["w"]) for name in run.ids}
+    added = {name: now - float(run.subtract([name])["w"]) for name in run.ids}
     assert added == {"ant": -LR, "bee": -LR * 11, "cat": -LR * 10}
 
 
