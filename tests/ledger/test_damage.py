@@ -241,7 +241,7 @@ def test_one_flipped_bit_of_an_index_is_named(finished: Path, at: int, bit: int)
     with TemporaryDirectory() as folder:
         path = shutil.copytree(finished, Path(folder) / "run")
         shard = Ledger(path).shards[0]
-        entry, data = shard.file.entries["states"], shard.path.read_bytes()
+        entry, data = shard.file.arrays["states"], shard.path.read_bytes()
         shard.path.write_bytes(flip(data, entry.offset + at % entry.nbytes, bit))
         with pytest.raises(CorruptError, match="is altered: its index's checksum does not match"):
             Ledger(path).column("states")

@@ -355,7 +355,7 @@ def test_blocks_that_do_not_fit_together_become_two_shards(tmp_path: Path) -> No
     assert done == [1, 2]
     writer.close()
     assert done == [1, 2, 3]
-    assert [shard.file.entries["fc/keys"].shape for shard in Ledger(tmp_path / "run").shards] == [
+    assert [shard.file.arrays["fc/keys"].shape for shard in Ledger(tmp_path / "run").shards] == [
         (2, 2),
         (1, 5),
     ]

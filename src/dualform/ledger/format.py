@@ -166,6 +166,8 @@ class RunInfo:
                 f"the run has format {version}, and this dualform reads format {FORMAT}; "
                 + (NEWER if version > FORMAT else OLDER)
             )
+        if "streams" in data:
+            raise ValueError("it declares streams, which only logs do")
         data["books"] = tuple(
             Book(**{**book, "shape": tuple(book["shape"])}) for book in data["books"]
         )

@@ -94,7 +94,7 @@ class Ledger:
     def array_bytes(self, name: str) -> int:
         """Bytes one array takes over all shards."""
         files = [shard.file for shard in self.shards]
-        return sum(file.entries[name].nbytes for file in files if name in file)
+        return sum(file.arrays[name].nbytes for file in files if name in file)
 
     def column(self, name: str) -> Tensor:
         """A small array over all shards, in memory."""
@@ -144,7 +144,7 @@ class Ledger:
     def weights(self, step: int) -> dict[str, Tensor]:
         """Every parameter as it was after `step`, exactly as kept."""
         file = self.kept(step)
-        return {name: file.read(name) for name in file.entries}
+        return {name: file.read(name) for name in file.arrays}
 
     def kept(self, step: int) -> TensorFile:
         """The file of what was kept of `step`: parameters, and the optimizer's memory of them."""
@@ -234,7 +234,7 @@ def _by_step(
     name = f"{book.name}/{kind}s"
     if name not in shard.file or shard.first > last or shard.last < first:
         return
-    steps, entry = shard.file.read(f"{book.name}/{kind}_steps"), shard.file.entries[name]
+    steps, entry = shard.file.read(f"{book.name}/{kind}_steps"), shard.file.arrays[name]
     if entry.shape != (len(steps), *book.shape):
         raise CorruptError(
             f"'{shard.path}' has '{name}' of shape {entry.shape}, and the book has the shape "

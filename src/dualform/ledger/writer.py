@@ -24,6 +24,7 @@ from dualform.errors import (
     RunLockedError,
     UnknownStepError,
 )
+from dualform.ledger.commit_queue import CommitQueue
 from dualform.ledger.files import require, sync_folder, write_durably
 from dualform.ledger.format import (
     INITIAL_FILE,
@@ -43,7 +44,6 @@ from dualform.ledger.log import (
     writer_folders,
 )
 from dualform.ledger.reader import Ledger
-from dualform.ledger.shards import Shards
 from dualform.ledger.tensors import index_checksum, write_tensors
 
 LOCK = re.compile(r"writer-(0|[1-9][0-9]*)\.lock")
@@ -91,7 +91,7 @@ class LedgerWriter:
         self.rank, self.of = int(start["rank"]), int(start["of"])
         self._lock = lock
         self._blocks: list[Block] = []
-        self._shards = Shards(SIDE_BY_SIDE)
+        self._queue = CommitQueue(SIDE_BY_SIDE)
         self._files = 0
         self.committed = int(start["step"])
         self._open = True
@@ -184,12 +184,12 @@ class LedgerWriter:
         if self._blocks:
             blocks, self._blocks = self._blocks, []
             write = partial(self._write, self._next_file(), _merge(blocks))
-            self._shards.begin(write, partial(self._commit_rows, blocks))
+            self._queue.begin(write, partial(self._commit_rows, blocks))
 
     def flush(self) -> None:
         """Writes everything taken so far, and returns when it is committed."""
         self.pass_on()
-        self._shards.wait()
+        self._queue.wait()
 
     def weights(self, step: int, weights: Mapping[str, Tensor], mark: str) -> None:
         """Begins to keep the parameters as they were after `step`, behind everything taken so far.
@@ -201,7 +201,7 @@ class LedgerWriter:
         self.pass_on()
         write = partial(self._write, self._next_file(), {name: [w] for name, w in weights.items()})
         kept = {"kind": "weights", "step": step, "mark": mark}
-        self._shards.begin(write, lambda record: self._commit({**kept, **record}))
+        self._queue.begin(write, lambda record: self._commit({**kept, **record}))
 
     def close(self) -> None:
         """Makes everything durable and gives the run free."""
@@ -218,7 +218,7 @@ class LedgerWriter:
         """
         if self._open and os.getpid() == self._process:
             self._open = False
-            self._shards.close()
+            self._queue.close()
             with suppress(OSError):  # else the run looks as if this process had been killed
                 self._log.end()
             self._log.close()

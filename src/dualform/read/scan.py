@@ -236,7 +236,7 @@ def stored_arrays(shard: Shard, stream: Stream) -> dict[str, Column]:
 def check_arrays(shard: Shard, stream: Stream, records: int) -> None:
     """Refuses arrays that are not what the stream's codec says of so many records."""
     for name, column in stored_arrays(shard, stream).items():
-        entry = shard.file.entry(f"{stream.name}/{name}")
+        entry = shard.file.array(f"{stream.name}/{name}")
         if entry.shape[:1] != (records,):
             raise CorruptError(
                 f"'{shard.path}': the segments of '{stream.name}' do not fit its rows."

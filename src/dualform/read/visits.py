@@ -20,7 +20,7 @@ from torch import Tensor
 from dualform.layers import expand, positions
 from dualform.ledger import Codec, Ledger, Records, Shard, Stream
 from dualform.ledger.codecs import Exact
-from dualform.ledger.tensors import Entry
+from dualform.ledger.tensors import ArrayPlace
 from dualform.read.scan import RowColumns, shards_of, stored_arrays, widths
 
 GATHERED_BYTES = 512 << 20
@@ -83,9 +83,12 @@ class Visits:
         counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
         file = torch.arange(len(parts)).repeat_interleave(counts)
         found = torch.cat([torch.zeros(4, 0, dtype=torch.long), *parts], 1)
-        order = found[2].argsort(stable=True)  # shards of several ranks overlap
-        self._file = file[order]
-        self._start, self.records, self.steps, self.samples = found[:, order]
+        self._overlap = len({shard.rank for shard in self._shards}) > 1
+        if self._overlap:  # shards of several ranks have the same steps
+            order = found[2].argsort(stable=True)
+            file, found = file[order], found[:, order]
+        self._file = file
+        self._start, self.records, self.steps, self.samples = found
         """Of each visit: its first record, how many it has, its step and its sample."""
 
     def __len__(self) -> int:
@@ -181,8 +184,9 @@ class Visits:
     def _fill(self, stored: Mapping[str, Tensor], chosen: Tensor) -> None:
         """The records of some visits, one visit after the other."""
         counts, (ordered, order) = self.records[chosen], chosen.sort()
-        by_file = self._file[ordered].argsort(stable=True)
-        ordered, order = ordered[by_file], order[by_file]
+        if self._overlap:
+            by_file = self._file[ordered].argsort(stable=True)
+            ordered, order = ordered[by_file], order[by_file]
         numbers, sizes = torch.unique_consecutive(self._file[ordered], return_counts=True)
         at, starts = (counts.cumsum(0) - counts)[order], self._start[ordered]
         columns = (torch.split(c, sizes.tolist()) for c in (at, starts, counts[order]))
@@ -198,14 +202,14 @@ class Visits:
         self, shard: Shard, into: Tensor, name: str, at: Places, starts: Places, counts: Places
     ) -> None:
         """One array from one file; large visits straight to where they belong."""
-        entry = shard.file.entries[name]
-        if counts.min() * entry.row_bytes >= LARGE_BYTES:
+        place = shard.file.arrays[name]
+        if counts.min() * place.row_bytes >= LARGE_BYTES:
             each = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
             shard.file.read_into(into, name, zip(at.tolist(), each, strict=True))
             return
-        spans, begins = _spans(entry, starts, counts)
+        spans, begins = _spans(place, starts, counts)
         lengths = [stop - start for start, stop in spans]
-        (records,) = self._read([((sum(lengths), *entry.shape[1:]), entry.dtype)])
+        (records,) = self._read([((sum(lengths), *place.shape[1:]), place.dtype)])
         shard.file.read_into(
             records, name, zip(accumulate(lengths, initial=0), spans, strict=False)
         )
@@ -242,11 +246,13 @@ def _common_codec(codecs: Sequence[Codec]) -> Codec:
     return Exact.for_records(empty)
 
 
-def _spans(entry: Entry, starts: Places, counts: Places) -> tuple[list[tuple[int, int]], Places]:
+def _spans(
+    place: ArrayPlace, starts: Places, counts: Places
+) -> tuple[list[tuple[int, int]], Places]:
     """What to read of some visits, in order: ranges of records; and where visits then begin."""
     ends = starts + counts
     gaps = starts[1:] - ends[:-1]
-    cuts = np.flatnonzero(gaps * entry.row_bytes > GAP_BYTES)
+    cuts = np.flatnonzero(gaps * place.row_bytes > GAP_BYTES)
     first, last = [0, *(cuts + 1).tolist()], [*cuts.tolist(), len(starts) - 1]
     spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
     skipped = np.zeros_like(starts)
