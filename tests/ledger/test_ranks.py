@@ -218,6 +218,20 @@ def test_each_rank_numbers_its_ids(tmp_path: Path) -> None:
     assert added == {"ant": -LR, "bee": -LR * 11, "cat": -LR * 10}
 
 
+def test_changes_count_once_and_residuals_add_up(tmp_path: Path) -> None:
+    """All ranks see a change of a weight; what entries leave is of a rank's own rows."""
+    zero = LedgerWriter.create(tmp_path / "run", INFO, {"w": torch.zeros(1)}, of=2)
+    for rank, writer in enumerate([zero, LedgerWriter.join(tmp_path / "run", 1)]):
+        block = rank_block(1, 2, rank)
+        block.arrays["states"] = [torch.tensor([[1], [2]], dtype=torch.uint8)]
+        block.arrays |= {"w/residuals": [torch.full((1, 1), 0.25)]}
+        block.arrays |= {"w/residual_steps": [torch.tensor([1])]}
+        block.arrays |= {"w/changes": [torch.ones(1, 1)], "w/change_steps": [torch.tensor([2])]}
+        writer.append(block)
+        writer.close()
+    assert weight(tmp_path / "run") == -LR * (2 * 11 + 2 * 0.25) + 1
+
+
 def test_samples_without_ids_are_counted_in_strides() -> None:
     tables = [SampleTable(rank=rank, of=3, counted=7) for rank in range(3)]
     numbers = [n for table in tables for size in (2, 3) for n in table.count(size).tolist()]
