@@ -68,7 +68,7 @@ class Reused:
 
 
 class Visits:
-    """All visits of samples to a stream until a step, in the order of time."""
+    """All visits of samples to a stream until a step, shard by shard."""
 
     def __init__(
         self, ledger: Ledger, stream: Stream, until: int, memory: Reused | None = None
@@ -81,13 +81,8 @@ class Visits:
         """How records are held once they are gathered."""
         parts = [RowColumns(ledger, shard, stream).visits(until) for shard in self._shards]
         counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
-        file = torch.arange(len(parts)).repeat_interleave(counts)
+        self._file = torch.arange(len(parts)).repeat_interleave(counts)
         found = torch.cat([torch.zeros(4, 0, dtype=torch.long), *parts], 1)
-        self._overlap = len({shard.rank for shard in self._shards}) > 1
-        if self._overlap:  # shards of several ranks have the same steps
-            order = found[2].argsort(stable=True)
-            file, found = file[order], found[:, order]
-        self._file = file
         self._start, self.records, self.steps, self.samples = found
         """Of each visit: its first record, how many it has, its step and its sample."""
 
@@ -184,9 +179,6 @@ class Visits:
     def _fill(self, stored: Mapping[str, Tensor], chosen: Tensor) -> None:
         """The records of some visits, one visit after the other."""
         counts, (ordered, order) = self.records[chosen], chosen.sort()
-        if self._overlap:
-            by_file = self._file[ordered].argsort(stable=True)
-            ordered, order = ordered[by_file], order[by_file]
         numbers, sizes = torch.unique_consecutive(self._file[ordered], return_counts=True)
         at, starts = (counts.cumsum(0) - counts)[order], self._start[ordered]
         columns = (torch.split(c, sizes.tolist()) for c in (at, starts, counts[order]))
