@@ -40,10 +40,10 @@ def residual_part(accounting: Accounting, book: Book) -> Tensor:
     total = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
     if accounting.ledger.has_residual(book):
         for span in accounting.spans([book]):
-            coefficients = span.coefficients[book.name]
+            operators = span.coefficients[book.name].operators
             for step, residual in accounting.ledger.residuals(book, span.first, span.last):
-                if isinstance(coefficients, Tensor) or step in coefficients:
-                    total += apply(coefficients[step], residual.to(total))
+                if step in operators:
+                    total += apply(operators[step], residual.to(total))
     return total.cpu()
 
 

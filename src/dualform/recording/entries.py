@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dualform.layers import expand
 from dualform.ledger import Book, Codec, Records, Stream, Term
-from dualform.memory.blocks import Sides, from_matrix, matrix_shape
+from dualform.memory.blocks import from_matrix, matrix_shape
+from dualform.memory.forms import form_named
 from dualform.recording.probe import Evidence, Feed, StreamRows
 
 
@@ -83,7 +84,7 @@ def _total(book: Book, stream: Stream, term: Term, records: Records, own: Tensor
     keys, values = expand(stream, records.keys[own], records.values[own].double())
     assert values is not None
     keys = keys.double() if keys.is_floating_point() else keys.long()
-    sides = Sides.of(term.form, keys, values, term.groups, term.at)
+    sides = form_named(term.form).rows(keys, values, term.groups, term.at)
     ones = torch.ones(len(values), dtype=torch.float64, device=values.device)
     shape = matrix_shape(book.shape, term.view, term.groups)
     return from_matrix(sides.total(ones, shape), book.shape, term.view, term.groups)

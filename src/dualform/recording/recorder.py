@@ -75,13 +75,12 @@ class Recorder:
         strict: bool = False,
         codec: str = "exact",
     ) -> None:
-        self.path = path
+        self.path, self._codec = path, codec_named(codec)
         self.step = 0
         """How many optimizer steps are recorded."""
         self._model, self._optimizer = model, torch_optimizer(optimizer)
         self._describe, self._resume, self._overwrite = describe, resume, overwrite
-        self._buffer_bytes, self._codec = buffer_bytes, codec_named(codec)
-        self._handles = list[RemovableHandle]()
+        self._buffer_bytes, self._handles = buffer_bytes, list[RemovableHandle]()
         self._guard, self._naming, self._broken_off = Guard(strict), Naming(), False
 
     def __repr__(self) -> str:
@@ -120,10 +119,9 @@ class Recorder:
         self._advice = Advice(plan, type(optimizer).__name__, self._books.trained, harmless=NOISY)
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams, self._guard)
-        kept, ports = (opened.samples, self._codec), self._watch.ports.all
-        seen = (self._watch.owners.refused, self._books.glances)
-        reconciler = Reconciler(plan, rule, optimizer)
-        self._settler = Settler(plan, ports, *kept, *seen, reconciler, self._advice)
+        ports, samples = self._watch.ports.all, opened.samples
+        seen = (self._watch.owners.refused, self._books.glances, Reconciler(plan, rule, optimizer))
+        self._settler = Settler(plan, ports, samples, self._codec, *seen, self._advice)
         self._verifier = Verifier(self._books, self._watch, self._settler, rule, self._naming)
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
@@ -277,8 +275,7 @@ class Recorder:
         """
         if not (ending or self._steps) and self._watch.is_midway:
             return  # then it belongs to the step under way
-        changes = self._books.late_changes()
-        if not changes:
+        if not (changes := self._books.late_changes()):
             return
         if not self._steps or self._books.are_by_row(changes, self._steps[-1].states):
             self.step += 1
