@@ -118,7 +118,7 @@ class Explanation(Scores):
 
     @property
     def booked_by_step(self) -> Array:
-        """(queries,): the share of changes that were booked by step, of no sample."""
+        """(queries,): the share of what was booked by step, of no sample: changes and residuals."""
         return self._parts.steps
 
     @property

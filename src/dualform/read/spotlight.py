@@ -172,7 +172,7 @@ class Reading(Shown):
 
     @property
     def booked_by_step(self) -> Array:
-        """(queries,): the share of what was booked by step, of no sample.
+        """(queries,): the share of what was booked by step, of no sample: changes and residuals.
 
         A weight that is computed from such parameters is part of it as a whole.
         """
