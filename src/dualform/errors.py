@@ -5,7 +5,7 @@
     │   ├── NotARunError             the path holds something else, or nothing
     │   ├── RunExistsError           the path already holds a run
     │   ├── RunLockedError           another process is recording into it
-    │   ├── FormatVersionError       the run was written by a newer format
+    │   ├── FormatVersionError       the run has a format that is not read
     │   └── CorruptError             a committed file does not match its log
     ├── RecordingError (RuntimeError)  the training loop cannot be booked
     │   ├── SampleIdsError (ValueError)   ids that do not fit the batch
@@ -67,7 +67,7 @@ class RunLockedError(LedgerError):
 
 
 class FormatVersionError(LedgerError):
-    """The run was written by a newer version of the format."""
+    """The run has another format than this version reads."""
 
 
 class CorruptError(LedgerError):

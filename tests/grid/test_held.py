@@ -28,7 +28,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> None:
 def rows(path: Path) -> dict[str, Tensor]:
     """All keys, values and segments of a run."""
     ledger = Ledger(path)
-    names = {name for shard in ledger.shards for name in shard.file.entries if "/" in name}
+    names = {name for shard in ledger.shards for name in shard.file.arrays if "/" in name}
     return {name: ledger.column(name) for name in sorted(names)}
 
 

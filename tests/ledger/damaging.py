@@ -21,7 +21,7 @@ def record(path: Path, first: int, last: int, *, killed: bool = False) -> Path:
         writer.flush()
     writer.weights(last, {"fc.weight": torch.ones(1)}, "checkpoint")
     writer.flush()
-    end = path / "end.json"
+    end = path / "end-0.json"
     before = end.read_bytes() if end.exists() else None
     writer.close()
     if killed:  # then it could not note its end

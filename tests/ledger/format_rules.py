@@ -20,6 +20,20 @@ Numbers: TypeAlias = dict[str, float]
 State: TypeAlias = dict[str, Any]
 
 
+def bfloat16(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The upper 16 bits of a float32, rounded to the nearest, ties to even."""
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    found: NDArray[np.float32] = rounded.astype(np.uint32).view(np.float32)
+    return found
+
+
+def residual(x: NDArray[np.float32], e: NDArray[np.float32]) -> tuple[Array, Array]:
+    """What entries in bfloat16 miss of a linear layer's rows: of its weight, and of its bias."""
+    X, E, X_, E_ = (part.astype(np.float64) for part in (x, e, bfloat16(x), bfloat16(e)))
+    return E.T @ X - E_.T @ X_, E.sum(0) - E_.sum(0)
+
+
 @dataclass
 class Form:
     """What a step needs; `state` is what the optimizer remembers after it."""

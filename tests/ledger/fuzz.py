@@ -21,19 +21,20 @@ from torch import nn
 
 import dualform
 from dualform.errors import DualformError
+from dualform.recording.recorder import Recorder
 
 PATIENCE = 20
 """Seconds after which a read counts as hanging."""
 
 
 def record_run(path: Path) -> None:
-    """A run of two writers with everything in it: rows, changes, kept weights, ids, samples."""
+    """A run of two sessions with everything in it: rows, residuals, weights, ids, samples."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     x = torch.randn(3, 3)
-    for resume in (False, True):
-        with dualform.record(model, optimizer, path, resume=resume) as recorder:
+    for codec in ("exact", "bfloat16"):
+        with Recorder(model, optimizer, path, resume=path.exists(), codec=codec) as recorder:
             recorder.describe(["ant", "bee", "cat"], labels=[0, 1, 0], previews=["a", "b", "c"])
             for _ in range(3):
                 recorder.samples(["ant", "bee", "cat"])

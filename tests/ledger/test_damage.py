@@ -16,8 +16,6 @@ import dualform
 from dualform.errors import CorruptError, DualformError
 from dualform.ledger import Ledger, LedgerWriter
 
-FORMAT_2 = Path(__file__).parent / "format-2"
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -171,9 +169,9 @@ def test_a_writer_that_was_killed_before_it_began(tmp_path: Path) -> None:
     path = tmp_path / "run"
     record(path, 1, 5)
     for number, start in ((2, None), (3, b""), (4, b'{"kind":"st')):
-        (path / f"writer-000{number}-00000000").mkdir()
+        (path / f"writer-000{number}-rank0-00000000").mkdir()
         if start is not None:
-            (path / f"writer-000{number}-00000000" / "commits.jsonl").write_bytes(start)
+            (path / f"writer-000{number}-rank0-00000000" / "commits.jsonl").write_bytes(start)
         assert Ledger(path).last_step == 5
     record(path, 6, 7)
     assert list(Ledger(path).check()) == []
@@ -193,13 +191,13 @@ def test_a_log_that_is_gone_but_its_files_are_not(tmp_path: Path) -> None:
 def test_one_flipped_bit_of_the_end_is_named(finished: Path, at: int, bit: int) -> None:
     with TemporaryDirectory() as folder:
         path = shutil.copytree(finished, Path(folder) / "run")
-        end = path / "end.json"
+        end = path / "end-0.json"
         end.write_bytes(flip(end.read_bytes(), at, bit))
         assert_refused(path, end)
 
 
 def test_without_its_end_a_run_looks_like_one_that_was_killed(copy: Path) -> None:
-    (copy / "end.json").unlink()
+    (copy / "end-0.json").unlink()
     assert Ledger(copy).unfinished
     assert Ledger(copy).last_step == 12
 
@@ -243,7 +241,7 @@ def test_one_flipped_bit_of_an_index_is_named(finished: Path, at: int, bit: int)
     with TemporaryDirectory() as folder:
         path = shutil.copytree(finished, Path(folder) / "run")
         shard = Ledger(path).shards[0]
-        entry, data = shard.file.entries["states"], shard.path.read_bytes()
+        entry, data = shard.file.arrays["states"], shard.path.read_bytes()
         shard.path.write_bytes(flip(data, entry.offset + at % entry.nbytes, bit))
         with pytest.raises(CorruptError, match="is altered: its index's checksum does not match"):
             Ledger(path).column("states")
@@ -261,34 +259,3 @@ def test_an_array_that_is_missing_is_named(tmp_path: Path) -> None:
     record(tmp_path / "run", 1, 2)
     with pytest.raises(CorruptError, match="has no array 'hyper'; restore the file from a copy"):
         Ledger(tmp_path / "run").shards[0].file.read("hyper")
-
-
-def test_a_run_of_format_2_is_read(tmp_path: Path) -> None:
-    """Recorded and resumed by the version that wrote it; its logs have no chain and no end."""
-    run = dualform.open(FORMAT_2)
-    assert (run.steps, run.ids, run.check()) == (5, ["ant", "bee"], [])
-    assert not Ledger(FORMAT_2).unfinished  # nobody can say
-    assert run.audit().remainder < 1e-6
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_damage_to_a_run_of_format_2_is_named(which: int, tmp_path: Path) -> None:
-    """As far as its lines tell: altered ones, and the start."""
-    lines = logs(FORMAT_2)[which].read_bytes().splitlines(keepends=True)
-    altered = [flip(line, 9) for line in lines]
-    broken = [[*lines[:k], altered[k], *lines[k + 1 :]] for k in range(len(lines))]
-    for number, left in enumerate([*broken, lines[1:]]):
-        path = shutil.copytree(FORMAT_2, tmp_path / f"copy-{number}")
-        logs(path)[which].write_bytes(b"".join(left))
-        with pytest.raises(CorruptError, match=r"commits\.jsonl"):
-            Ledger(path)
-
-
-def test_who_goes_on_with_a_run_of_format_2_chains_its_logs(tmp_path: Path) -> None:
-    path = shutil.copytree(FORMAT_2, tmp_path / "run")
-    LedgerWriter.resume(path, 5).close()
-    assert list(Ledger(path).check()) == []
-    log = logs(path)[1]
-    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:-1]))
-    with pytest.raises(CorruptError, match=r"has 3 lines where .* counted 4"):
-        Ledger(path)

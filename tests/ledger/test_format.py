@@ -1,7 +1,8 @@
-"""FORMAT.md says what the library does: every mark, every rule's fields, and its equations."""
+"""FORMAT.md says what the library does: marks, codecs, every rule's fields, and its equations."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ import numpy as np
 import pytest
 import torch
 from tests.ledger import format_rules
+from tests.ledger.make_format_4 import FORMAT_4, make
 
+import dualform
 from dualform.errors import LedgerError
-from dualform.ledger import LedgerWriter, RunInfo
+from dualform.ledger import Ledger, LedgerWriter, Records, RunInfo
+from dualform.ledger.codecs import CODECS, BFloat16
+from dualform.ledger.codecs.codec import FLOATS, PLACES
 from dualform.ledger.format import FORMAT, MARKS
 from dualform.optimizers import RULES, StateRule, rule_named
 from dualform.optimizers.rule import ScalarRule, Transition
+from dualform.recording.recorder import Recorder
 
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text(encoding="utf-8")
 
@@ -48,6 +54,74 @@ def test_every_rule_is_described_with_its_fields_and_memory() -> None:
         for rule, fields, buffer, state, _ in table("rule")
     }
     assert described == {rule.name: (rule.fields, rule.buffer, rule.state) for rule in RULES}
+
+
+def test_every_codec_is_described_with_its_parameters_and_arrays() -> None:
+    described = {names(r[0])[0]: (names(r[1]), names(r[2])) for r in table("codec")}
+    assert described == {
+        codec.name: (
+            tuple(field.name for field in dataclasses.fields(codec)),
+            tuple(codec(*["float32"] * len(dataclasses.fields(codec))).arrays(1, 1)),
+        )
+        for codec in CODECS.values()
+    }
+    for dtype in [*FLOATS, *PLACES]:
+        assert f'`"{dtype}"`' in TEXT
+
+
+def test_bfloat16_rounds_as_described() -> None:
+    """To the nearest, ties to even; also numbers that are halfway."""
+    numbers = torch.cat([torch.randn(1000), 1 + torch.arange(64) * 2.0**-8]).reshape(-1, 1)
+    stored = BFloat16().encode(Records(numbers, numbers))["keys"]
+    expected = format_rules.bfloat16(numbers.numpy())
+    np.testing.assert_array_equal(stored.float().numpy(), expected)
+
+
+def test_a_residual_is_what_decoded_rows_miss(tmp_path: Path) -> None:
+    """The same training, once with exact entries: their sums less those of the lossy ones."""
+    ledgers = {}
+    for codec in ("exact", "bfloat16"):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Recorder(model, optimizer, tmp_path / codec, codec=codec):
+            for _ in range(4):
+                model(torch.randn(6, 5)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ledgers[codec] = Ledger(tmp_path / codec)
+    x, e = (ledgers["exact"].column(f"model/{side}").numpy() for side in ("keys", "values"))
+    for step in range(4):
+        own = slice(6 * step, 6 * step + 6)
+        expected = format_rules.residual(x[own], e[own])
+        for name, residual in zip(("weight", "bias"), expected, strict=True):
+            found = ledgers["bfloat16"].column(f"{name}/residuals")[step].numpy()
+            np.testing.assert_allclose(found, residual, rtol=1e-6, atol=1e-12)
+    assert ledgers["bfloat16"].column("weight/residual_steps").tolist() == [1, 2, 3, 4]
+    assert ledgers["bfloat16"].column("weight/residuals").dtype == torch.float32
+
+
+def test_a_run_of_format_4_is_read() -> None:
+    """Recorded in two sessions by the version that wrote it, the second with lossy entries."""
+    run = dualform.open(FORMAT_4)
+    assert (run.steps, run.kept_steps, run.ids, run.layers) == (
+        4,
+        [0, 2, 4],
+        ["ant", "bee"],
+        ["0", "1"],
+    )
+    assert run.check() == []
+    assert run.audit().remainder < 1e-6
+    assert run.audit().coverage == 1.0
+    assert 0 < max(book.residual for book in run.audit().books) < 0.01
+    assert abs(run.revisit(["ant"])["1"].check.remainder).max() < 1e-6
+
+
+def test_the_script_still_makes_it(tmp_path: Path) -> None:
+    model = make(tmp_path / "run")
+    weights = dualform.open(FORMAT_4).state_dict()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weights[name], weight)
 
 
 FIELDS = {

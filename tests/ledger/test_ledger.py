@@ -30,7 +30,7 @@ from dualform.errors import (
     RunExistsError,
     RunLockedError,
 )
-from dualform.ledger import Block, Ledger, LedgerWriter, RunInfo, Stream
+from dualform.ledger import Block, Declaration, Ledger, LedgerWriter, RunInfo, Stream
 from dualform.ledger.log import LogWriter, seal_line
 from dualform.ledger.tensors import CODES, TensorFile, write_tensors
 from dualform.testing import LedgerContract
@@ -117,7 +117,7 @@ def test_a_log_that_names_a_file_elsewhere(tmp_path: Path) -> None:
     (log,) = (tmp_path / "run").glob("writer-*/commits.jsonl")
     record = {"kind": "rows", "file": "../../secret", "bytes": 1, "crc32": 0}
     start = json.loads(log.read_text())
-    record |= {"first": 1, "last": 1, "notes": [], "after": start["line_crc32"]}
+    record |= {"first": 1, "last": 1, "notes": [], "streams": [], "after": start["line_crc32"]}
     log.write_text(log.read_text() + seal_line(record))
     with pytest.raises(CorruptError, match="names a file outside the run"):
         Ledger(tmp_path / "run")
@@ -168,12 +168,24 @@ def test_recording_over_a_run(tmp_path: Path) -> None:
         dualform.record(model, optimizer, tmp_path / "run").__enter__()
 
 
-def test_a_run_from_a_newer_format(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("format", "message"),
+    [
+        (99, r"format 99, and this dualform reads format 4; update with `pip install -U dualform`"),
+        (3, "format 3, and .* formats 1 to 3 were never released and are no longer read: record"),
+        (1, "format 1, and .* formats 1 to 3 were never released and are no longer read: record"),
+    ],
+)
+def test_a_run_of_another_format(format: int, message: str, tmp_path: Path) -> None:
     LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(1)}).close()
     info = json.loads((tmp_path / "run" / "run.json").read_text())
-    (tmp_path / "run" / "run.json").write_text(json.dumps({**info, "format": 99}))
-    with pytest.raises(FormatVersionError, match="format 99, and this dualform reads formats up"):
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**info, "format": format}))
+    with pytest.raises(FormatVersionError, match=message):
         dualform.open(tmp_path / "run")
+
+
+def test_a_description_that_is_none(tmp_path: Path) -> None:
+    LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(1)}).close()
     (tmp_path / "run" / "run.json").write_text("{]")
     with pytest.raises(CorruptError, match="is not a run description"):
         dualform.open(tmp_path / "run")
@@ -328,7 +340,7 @@ def test_segments_that_claim_too_much(tmp_path: Path) -> None:
     writer = LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(2)})
     arrays = {"fc/keys": [torch.ones(2, 1)], "fc/values": [torch.ones(2, 1)]}
     arrays |= {"fc/segments": [torch.tensor([[1, 1, 900]])], "batches": [torch.tensor([[1, 2]])]}
-    writer.append(Block(1, 1, arrays))
+    writer.append(Block(1, 1, arrays, streams=[Declaration(Stream("fc", (1,), (1,)), {})]))
     writer.close()
     with pytest.raises(CorruptError, match="the segments of 'fc' do not fit its rows"):
         Scan(Ledger(tmp_path / "run"), Stream("fc", (1,), (1,)), 1)
@@ -343,19 +355,7 @@ def test_blocks_that_do_not_fit_together_become_two_shards(tmp_path: Path) -> No
     assert done == [1, 2]
     writer.close()
     assert done == [1, 2, 3]
-    assert [shard.file.entries["fc/keys"].shape for shard in Ledger(tmp_path / "run").shards] == [
+    assert [shard.file.arrays["fc/keys"].shape for shard in Ledger(tmp_path / "run").shards] == [
         (2, 2),
         (1, 5),
     ]
-
-
-def test_a_run_of_format_1(tmp_path: Path) -> None:
-    """Recorded by the version that wrote it: it still opens, balances, and knows its layers."""
-    run = dualform.open(Path(__file__).parent / "format-1")
-    assert run.layers == ["0", "2"]
-    assert run.audit().remainder < 1e-6
-    assert run.audit().coverage == 1.0
-    assert run.ids == ["ant", "bee"]
-    assert run.check() == []
-    parts = run.revisit(["ant"])["2"].check
-    assert abs(parts.remainder).max() < 1e-6

@@ -58,13 +58,13 @@ def device(path: Path) -> None:
 
 PLACES = [
     "run.json",
-    "end.json",
+    "end-0.json",
     "initial.safetensors",
     "samples",
     "samples/0001.json",
-    "writer-*",
-    "writer-*/commits.jsonl",
-    "writer-*/00000001.safetensors",
+    "writer-*-rank0-*",
+    "writer-*-rank0-*/commits.jsonl",
+    "writer-*-rank0-*/00000001.safetensors",
 ]
 
 
@@ -96,8 +96,8 @@ def test_the_lock_is_no_link(tmp_path: Path) -> None:
     """Taking it would empty what the link leads to."""
     record(tmp_path / "run", 1, 2)
     (tmp_path / "precious").write_text("precious")
-    (tmp_path / "run" / "writer.lock").unlink()
-    (tmp_path / "run" / "writer.lock").symlink_to(tmp_path / "precious")
+    (tmp_path / "run" / "writer-0.lock").unlink()
+    (tmp_path / "run" / "writer-0.lock").symlink_to(tmp_path / "precious")
     with pytest.raises(CorruptError, match="is a symbolic link and not a file"):
         LedgerWriter.resume(tmp_path / "run", 2)
     assert (tmp_path / "precious").read_text() == "precious"
@@ -156,6 +156,20 @@ def test_deep_json_is_an_error_of_ours(read: Callable[[Path], Any], tmp_path: Pa
         ("terms", {"fc.weight": {"form": "outer", "at": [0]}}, "cannot be made of 'fc' by"),
         ("terms", {"fc.weight": {"form": "outer", "at": [0, 0], "groups": 0}}, "cannot be made"),
         ("terms", ["fc.weight"], "AttributeError"),
+        ("codec", None, "None names no codec"),
+        ("codec", {"keys": "float32", "values": "float32"}, "names no codec"),
+        ("codec", {"name": "exact"}, r"has the parameters \['keys', 'values'\], not \[\]"),
+        ("codec", {"name": "exact", "keys": 4, "values": "float32"}, "keys=4 is none of the types"),
+        (
+            "codec",
+            {"name": "exact", "keys": "float32", "values": "int64"},
+            "values='int64' is none of the types",
+        ),
+        (
+            "codec",
+            {"name": "bfloat16", "keys": "float32", "values": "float32", "level": 9},
+            r"has the parameters \['keys', 'values'\], not \['keys', 'level', 'values'\]",
+        ),
     ],
 )
 def test_a_senseless_declaration_is_named(
@@ -164,11 +178,13 @@ def test_a_senseless_declaration_is_named(
     """A log whose seals fit may still come from a stranger."""
     log = record(tmp_path / "run", 1, 1)
     start, rows = (json.loads(line) for line in log.read_text().splitlines()[:2])
-    declared = {"stream": {"name": "fc", "keys": [1], "values": [1]}, "terms": {}, part: value}
+    codec = {"name": "exact", "keys": "float32", "values": "float32"}
+    declared = {"stream": {"name": "fc", "keys": [1], "values": [1]}, "terms": {}, "codec": codec}
+    declared[part] = value
     rows = {name: v for name, v in rows.items() if name != "line_crc32"} | {"streams": [declared]}
     log.write_text(
         seal_line({k: v for k, v in start.items() if k != "line_crc32"}) + seal_line(rows)
     )
-    (tmp_path / "run" / "end.json").unlink()
-    with pytest.raises(CorruptError, match=f"is senseless: .*{problem}"):
+    (tmp_path / "run" / "end-0.json").unlink()
+    with pytest.raises(CorruptError, match=f"has a senseless record: .*{problem}"):
         Ledger(tmp_path / "run")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dualform.errors import CorruptError
-from dualform.ledger import Ledger, RunInfo, Stream
+from dualform.ledger import Declaration, Ledger, Records, RunInfo, Stream
+from dualform.ledger.codecs import Exact
 from dualform.ledger.writer import Block, LedgerWriter
 from dualform.read import visits as read
 from dualform.read.grouped import Grouping
 from dualform.read.matrix import Contributions
-from dualform.read.scan import widen
 from dualform.read.sparse import SparseLines
 from dualform.read.visits import Visits
 from dualform.testing import tiny_run
@@ -52,7 +52,8 @@ def written(path: Path, shards: list[Shard]) -> list[tuple[Tensor, Tensor]]:
         arrays = {"fc/keys": [keys], "fc/values": [values]}
         arrays |= {"fc/segments": [torch.tensor(segments)], "batches": [torch.tensor(batches)]}
         arrays |= {"samples": [torch.arange(len(lengths))]}
-        writer.append(Block(step + 1, step + len(steps), arrays))
+        declared = Declaration(STREAM, {}, Exact.for_records(Records(keys, values)))
+        writer.append(Block(step + 1, step + len(steps), arrays, streams=[declared]))
         writer.flush()
         found += zip(keys.split(lengths), values.split(lengths), strict=True)
         step += len(steps)
@@ -78,7 +79,7 @@ def test_visits_in_any_order(
         patch.setattr(read, "LARGE_BYTES", random.choice([0, 16, 1 << 30]))
         for part, rows in zip(parts, visits.gather(parts), strict=True):
             for side in (0, 1):
-                own = [widen(expected[at][side]) for at in part.tolist()]
+                own = [expected[at][side].float() for at in part.tolist()]
                 assert torch.equal(rows[side], torch.cat(own))
 
 

@@ -1,22 +1,27 @@
 """The run folder: written crash-safe, read as far as its log vouches."""
 
 from dualform.ledger.background import Background
+from dualform.ledger.codecs import Codec, Records
 from dualform.ledger.format import Book, Declaration, RunInfo, Stream, Term
 from dualform.ledger.reader import Ledger
 from dualform.ledger.samples import Preview, Samples, SampleTable
+from dualform.ledger.sessions import Shard
 from dualform.ledger.writer import Block, LedgerWriter
 
 __all__ = [
     "Background",
     "Block",
     "Book",
+    "Codec",
     "Declaration",
     "Ledger",
     "LedgerWriter",
     "Preview",
+    "Records",
     "RunInfo",
     "SampleTable",
     "Samples",
+    "Shard",
     "Stream",
     "Term",
 ]

@@ -7,17 +7,17 @@ import math
 import os
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dualform.errors import CorruptError, FormatVersionError, NotARunError
+from dualform.ledger.codecs import Codec, Exact, read_codec
 from dualform.ledger.files import open_plain, parse_json
 
-FORMAT = 3
+FORMAT = 4
 RUN_FILE = "run.json"
 INITIAL_FILE = "initial.safetensors"
-LOCK_FILE = "writer.lock"
 SAMPLES_FOLDER = "samples"
 BUFFER = "buffer:"
 """The momentum training started with is filed under this and the parameter's name."""
@@ -25,6 +25,8 @@ STATE = "state:"
 """What else an optimizer remembers: under this, the state's name, a colon and the parameter's."""
 MARKS = ("checkpoint", "final", "flush", "state", "resume")
 """Why the weights of a step may have been kept; FORMAT.md says what each means."""
+NEWER = "update with `pip install -U dualform`."
+OLDER = "formats 1 to 3 were never released and are no longer read: record the run again."
 ROOT = "model"
 """The stream of a model that is itself a single layer."""
 
@@ -91,12 +93,20 @@ class Book:
 class Declaration:
     """A stream that rows are about to be committed for, and the terms of the books it feeds.
 
+    `codec` says how its rows are kept, from the shard on that the declaration comes with.
+
     >>> Declaration(Stream("fc", (3,), (2,)), {"fc.weight": Term("outer")}).stream.name
     'fc'
     """
 
     stream: Stream
     terms: dict[str, Term]
+    codec: Codec = Exact()  # noqa: RUF009
+
+    def to_json(self) -> dict[str, Any]:
+        """What a commit's record says of the stream."""
+        terms = {book: asdict(term) for book, term in self.terms.items()}
+        return {"stream": asdict(self.stream), "terms": terms, "codec": self.codec.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Declaration:
@@ -104,7 +114,7 @@ class Declaration:
         shapes = {side: tuple(data["stream"][side]) for side in ("keys", "values")}
         stream: dict[str, Any] = {**data["stream"], **shapes}
         terms = {book: Term(**{**t, "at": tuple(t["at"])}) for book, t in data["terms"].items()}
-        return cls(Stream(**stream), terms).of_right_types()
+        return cls(Stream(**stream), terms, read_codec(data["codec"])).of_right_types()
 
     def of_right_types(self) -> Declaration:
         """The same, or a ValueError that says which part of it cannot be."""
@@ -134,8 +144,6 @@ class RunInfo:
     fields: tuple[str, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     streams: tuple[Stream, ...] = ()
-    accounts: tuple[tuple[str, ...], ...] = ()
-    """In format 1, the books that each column of the factors is about; now one column a book."""
 
     def to_json(self) -> str:
         """The text of `run.json`; streams and terms are declared by the commits."""
@@ -148,18 +156,18 @@ class RunInfo:
 
     @classmethod
     def from_json(cls, text: str) -> RunInfo:
-        """What such a text says; a newer format is refused."""
+        """What such a text says; another format is refused."""
         data = parse_json(text)
         version = data.pop("format")
         if type(version) is not int or version < 1:
             raise ValueError(f"its format is {version!r}, not a number from 1 to {FORMAT}")
-        if version > FORMAT:
+        if version != FORMAT:
             raise FormatVersionError(
-                f"the run has format {version}, and this dualform reads formats up to {FORMAT}; "
-                "update with `pip install -U dualform`."
+                f"the run has format {version}, and this dualform reads format {FORMAT}; "
+                + (NEWER if version > FORMAT else OLDER)
             )
-        if version == 1:
-            return _first_format(data)
+        if "streams" in data:
+            raise ValueError("it declares streams, which only logs do")
         data["books"] = tuple(
             Book(**{**book, "shape": tuple(book["shape"])}) for book in data["books"]
         )
@@ -221,25 +229,6 @@ class RunInfo:
 def _are_counts(*values: Any) -> bool:
     """Whether all are whole numbers from 0."""
     return all(type(value) is int and value >= 0 for value in values)
-
-
-def _first_format(data: dict[str, Any]) -> RunInfo:
-    """A run description in which every stream is a linear layer and is declared from the start."""
-    forms = {"outer": Term("outer"), "sum": Term("sum", "flat")}
-    books = tuple(
-        Book(
-            **{
-                **book,
-                "shape": tuple(book["shape"]),
-                "terms": {stream: forms[form] for stream, form in book["terms"].items()},
-            }
-        )
-        for book in data["books"]
-    )
-    streams = tuple(Stream(s["name"], (s["keys"],), (s["values"],)) for s in data["streams"])
-    accounts = tuple(map(tuple, data["accounts"]))
-    info = RunInfo(books, data["rule"], tuple(data["fields"]), data["metadata"], streams, accounts)
-    return info.of_right_types()
 
 
 def read_info(path: Path) -> RunInfo:

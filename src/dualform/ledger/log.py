@@ -22,7 +22,10 @@ from dualform.errors import CorruptError
 from dualform.ledger.files import open_plain, parse_json, require, sync_folder, write_durably
 
 LOG_FILE = "commits.jsonl"
-END_FILE = "end.json"
+FOLDER = re.compile(r"writer-([0-9]{4,})-rank(0|[1-9][0-9]*)-[0-9a-f]{8}")
+"""What a writer calls its folder: the session, the writer's rank, and eight random digits."""
+END = re.compile(r"end-(0|[1-9][0-9]*)\.json")
+"""What a writer calls the note of how far it went: by its rank."""
 
 Record: TypeAlias = dict[str, Any]
 Damage: TypeAlias = tuple[Path, str]
@@ -30,24 +33,26 @@ Damage: TypeAlias = tuple[Path, str]
 
 
 def writer_folders(path: Path) -> list[Path]:
-    """The folders of a run's writers, in the order of time; a copy by another name is none.
+    """The folders of a run's writers, by session and rank; a copy by another name is none.
 
     >>> from dualform.testing import tiny_run
-    >>> [folder.name[:12] for folder in writer_folders(tiny_run()[0].path)]
-    ['writer-0001-']
+    >>> [folder.name[:17] for folder in writer_folders(tiny_run()[0].path)]
+    ['writer-0001-rank0']
     """
-    found = [entry for entry in path.glob("writer-*") if is_writer(entry.name)]
-    return sorted(found, key=lambda folder: (writer_number(folder), folder.name))
+    found = [entry for entry in path.glob("writer-*") if FOLDER.fullmatch(entry.name)]
+    return sorted(found, key=lambda folder: (*session_and_rank(folder), folder.name))
 
 
-def is_writer(name: str) -> bool:
-    """Whether this is what a writer calls its folder: a number, and eight random digits."""
-    return re.fullmatch(r"writer-[0-9]{4,}-[0-9a-f]{8}", name) is not None
+def session_and_rank(folder: Path) -> tuple[int, int]:
+    """The session a writer's folder is of, counted from 1, and the writer's rank, from 0."""
+    match = FOLDER.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
 
 
-def writer_number(folder: Path) -> int:
-    """Which of a run's writers a folder belongs to, counted from 1."""
-    return int(folder.name.split("-")[1])
+def end_file(rank: int) -> str:
+    """Where the writer of a rank notes how far it went."""
+    return f"end-{rank}.json"
 
 
 def seal_line(record: Record) -> str:
@@ -85,7 +90,7 @@ class LogWriter:
     """A new log that lines are appended to, each durable before the next.
 
     >>> import tempfile; folder = Path(tempfile.mkdtemp())
-    >>> log = LogWriter(folder, {"step": 0}, after=None)
+    >>> log = LogWriter(folder, {"rank": 0, "step": 0}, after=None)
     >>> log.append({"kind": "weights", "step": 0}); log.close()
     >>> [record["kind"] for record in read_log(folder).records]
     ['start', 'weights']
@@ -93,7 +98,7 @@ class LogWriter:
 
     def __init__(self, folder: Path, start: Mapping[str, Any], after: Head | None) -> None:
         self.head = Head(folder.name)
-        self._run = folder.parent
+        self._run, self._rank = folder.parent, int(start["rank"])
         self._file = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         before = None if after is None else asdict(after)
         try:
@@ -109,7 +114,7 @@ class LogWriter:
 
     def end(self) -> None:
         """Notes in the run how far this log went, now that nothing will follow."""
-        write_durably(self._run / END_FILE, seal_line(asdict(self.head)))
+        write_durably(self._run / end_file(self._rank), seal_line(asdict(self.head)))
 
     def close(self) -> None:
         """Gives the file back."""
@@ -197,67 +202,60 @@ def _whole_lines(log: Log) -> Iterator[bytes]:
 
 
 def _follows(record: Record, before: Record) -> bool:
-    """Whether a record names the seal of the one before it; logs of older formats name none."""
-    chained = "after" in record or "after" in before
-    return not chained or record.get("after") == before["line_crc32"]
+    """Whether a record names the seal of the one before it."""
+    return bool(record.get("after") == before["line_crc32"])
 
 
 @dataclass(frozen=True)
 class Logs:
-    """All logs of a run in the order of time, and what is wrong with them.
+    """All logs of a run, by session and rank, and what is wrong with them.
 
     >>> from dualform.testing import tiny_run
     >>> run, _, _ = tiny_run()
     >>> logs = Logs.read(run.path)
-    >>> len(logs.logs), logs.unfinished, logs.damage
-    (1, False, [])
+    >>> len(logs.logs), logs.ends[0] == logs.head(0), logs.damage
+    (1, True, [])
     """
 
     logs: list[Log]
     damage: list[Damage]
-    end: Head | None
-    """How far the last writer says it went, if one could say so."""
+    ends: dict[int, Head]
+    """How far the last writer of each rank says it went, if one could say so."""
 
-    @property
-    def last(self) -> Log | None:
-        """The last log that says how it starts."""
-        return next((log for log in reversed(self.logs) if log.start is not None), None)
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the last writer noted no end: it was killed, or is at work.
-
-        Logs of older formats have no ends; they count as finished.
-        """
-        last = self.last
-        notes_ends = last is not None and last.start is not None and "after" in last.start
-        return notes_ends and last is not None and last.head != self.end
+    def head(self, rank: int) -> Head | None:
+        """How far the last log of a rank goes that says how it starts."""
+        own = [log for log in self.logs if session_and_rank(log.folder)[1] == rank and log.start]
+        return own[-1].head if own else None
 
     @classmethod
     def read(cls, path: Path) -> Logs:
         """Reads every log, and compares it with what its end and later starts say of it."""
         damage: list[Damage] = []
-        end = _read_end(path, damage)  # first: a writer may end while its log is read
+        ends = _read_ends(path, damage)  # first: a writer may end while its log is read
         logs = [read_log(folder) for folder in writer_folders(path)]
-        witnesses = [(path / END_FILE, end), *((log.path, _earlier(log)) for log in logs)]
+        witnesses = [(path / end_file(rank), head) for rank, head in ends.items()]
+        earlier = [(log.path, _earlier(log)) for log in logs]
+        witnesses += [(witness, head) for witness, head in earlier if head is not None]
         for log in logs:
             damage += log.damage
         for witness, head in witnesses:
-            if head is not None:
-                damage += _compared(path, logs, witness, head)
-        return cls(logs, damage, end)
+            damage += _compared(path, logs, witness, head)
+        return cls(logs, damage, ends)
 
 
-def _read_end(path: Path, damage: list[Damage]) -> Head | None:
-    file = path / END_FILE
-    if not os.path.lexists(file):
-        return None
-    with open_plain(file) as opened:
-        record = open_line(opened.readall())
-    if record is None:
-        damage.append((file, f"'{file}' is altered: its seal does not fit."))
-        return None
-    return _head(record, file)
+def _read_ends(path: Path, damage: list[Damage]) -> dict[int, Head]:
+    found: dict[int, Head] = {}
+    for file in sorted(path.glob("end-*.json")):
+        match = END.fullmatch(file.name)
+        if match is None:
+            continue
+        with open_plain(file) as opened:
+            record = open_line(opened.readall())
+        if record is None:
+            damage.append((file, f"'{file}' is altered: its seal does not fit."))
+        else:
+            found[int(match[1])] = _head(record, file)
+    return found
 
 
 def _earlier(log: Log) -> Head | None:

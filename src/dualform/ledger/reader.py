@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,59 +11,19 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError, LedgerError, UnknownStepError
-from dualform.ledger.files import require
-from dualform.ledger.format import INITIAL_FILE, RUN_FILE, Declaration, RunInfo, read_info
-from dualform.ledger.log import LOG_FILE, Damage, Head, Log, Logs, Record
+from dualform.ledger.format import INITIAL_FILE, RUN_FILE, Book, Declaration, RunInfo, read_info
+from dualform.ledger.ids import Ids
+from dualform.ledger.log import Damage, Head, Logs
+from dualform.ledger.sessions import Commit, Session, Shard, read_sessions
 from dualform.ledger.tensors import TensorFile
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A committed file: its log record, and the file opened."""
-
-    path: Path
-    record: Record
-
-    @property
-    def step(self) -> int:
-        """The last step the file speaks of."""
-        return int(self.record["last" if self.record["kind"] == "rows" else "step"])
-
-    @cached_property
-    def file(self) -> TensorFile:
-        """The arrays, after a look at the length and the header."""
-        require(self.path, "a file")
-        size = self.path.stat().st_size
-        if size != self.record["bytes"]:
-            raise CorruptError(
-                f"'{self.path}' has {size:,} bytes, its log says {self.record['bytes']:,}; "
-                "restore the file from a copy of the run."
-            )
-        return TensorFile(self.path, self.record.get("index_crc32"))
-
-
-@dataclass
-class _Writer:
-    """What one writer committed."""
-
-    start: Record
-    commits: list[Commit] = field(default_factory=list)
-
-    @property
-    def step(self) -> int:
-        """The step after which it began."""
-        return int(self.start["step"])
-
-    def truncate(self, step: int) -> None:
-        """Drops what lies beyond the step a later writer resumed from."""
-        self.commits = [commit for commit in self.commits if commit.step <= step]
 
 
 class Ledger:
     """A run folder, opened for reading: shards of rows, weights at some steps, small columns.
 
-    It holds what was committed when it was opened; open it again to see more of a live run. A run
-    whose logs are damaged is refused, unless `damaged` asks for what is left of it.
+    Several ranks may have recorded it: then a step counts once all of them have committed it. A
+    ledger holds what was committed when it was opened; open it again to see more of a live run. If
+    the logs are damaged, the run is refused, unless `damaged` asks for what is left of it.
 
     >>> from dualform.testing import tiny_run
     >>> run, _, _ = tiny_run()
@@ -78,35 +36,49 @@ class Ledger:
         self.path = path
         info = read_info(path)
         logs = Logs.read(path)
-        self.unfinished = logs.unfinished
-        """Whether the last writer noted no end: it was killed, or is at work."""
-        self.head: Head | None = logs.last.head if logs.last else None
-        """How far the last log goes."""
-        self._writers = _valid_writers(path, logs)
-        commits = [commit for writer in self._writers for commit in writer.commits]
-        shards = [commit for commit in commits if commit.record["kind"] == "rows"]
-        self.shards = list(itertools.takewhile(_follows(), shards))
-        self.info: RunInfo = info.declared(self._declarations())
-        kept = [commit for commit in commits if commit.record["kind"] == "weights"]
-        self._weights = {commit.step: commit for commit in kept if commit.step <= self.last_step}
+        sessions, misplaced = read_sessions(path, logs)
+        self._logs = logs
+        self.session = sessions[-1]
+        """The last time that recording went on."""
+        self._sessions, gaps = _without_gaps(path, sessions)
+        self.last_step = self._sessions[-1].reached
+        """The last step that every rank has committed."""
+        commits = [c for s in self._sessions for own in s.commits.values() for c in own]
+        kept = [c for c in commits if not isinstance(c, Shard) and c.step <= self.last_step]
+        self._weights = {commit.step: commit for commit in kept}
+        self.shards = _in_order(self._sessions, self.last_step)
+        """What was committed of rows, by all ranks; the last ones may go beyond the last step."""
+        self.ids = Ids(self.shards)
+        self.info: RunInfo = self._declared(info)
         self.damage: list[Damage] = [
             *logs.damage,
+            *misplaced,
             *self._altered_info(info),
-            *self._missing_steps(shards[len(self.shards) :]),
+            *gaps,
         ]
         """What is wrong with the logs and with what they vouch for, as far as that is known."""
         if self.damage and not damaged:
             raise self._refusal()
 
     @property
-    def last_step(self) -> int:
-        """The last step that is committed."""
-        return max((shard.step for shard in self.shards), default=0)
+    def unfinished(self) -> bool:
+        """Whether a writer of the last session noted no end: it was killed, or is at work."""
+        ranks = self.session.commits
+        heads = [self._logs.ends.get(rank) == self._logs.head(rank) for rank in ranks]
+        return not (self.session.complete and all(heads))
+
+    def head(self, rank: int) -> Head | None:
+        """How far the last log of a rank goes."""
+        return self._logs.head(rank)
+
+    def ends_at(self, step: int) -> bool:
+        """Whether recording can go on after a step: the shards of every rank end there."""
+        return any(session.ends_at(step) for session in self._sessions)
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """What each writer noted when it began."""
-        return [writer.start for writer in self._writers]
+        """What rank 0 noted each time when recording began."""
+        return [session.start for session in self._sessions]
 
     @property
     def notes(self) -> list[dict[str, Any]]:
@@ -122,26 +94,42 @@ class Ledger:
     def array_bytes(self, name: str) -> int:
         """Bytes one array takes over all shards."""
         files = [shard.file for shard in self.shards]
-        return sum(file.entries[name].nbytes for file in files if name in file)
+        return sum(file.arrays[name].nbytes for file in files if name in file)
 
     def column(self, name: str) -> Tensor:
-        """A small array over the whole run, in memory."""
-        parts = [shard.file.read(name) for shard in self.shards if name in shard.file]
-        return torch.cat(parts) if parts else torch.empty(0)
+        """A small array over all shards, in memory."""
+        return _column(self.shards, name)
 
     @property
-    def factors(self) -> Tensor:
-        """(steps, books): what the rows' gradient was multiplied with on its way."""
-        books = [book.name for book in self.info.books]
-        parts = [shard.file.read("factors") for shard in self.shards]
-        if not parts:
-            return torch.zeros(0, len(books), dtype=torch.float64)
-        found = torch.cat(parts)
-        if not self.info.accounts:
-            return found
-        account = {name: at for at, names in enumerate(self.info.accounts) for name in names}
-        by_book = [found[:, account[b]] if b in account else torch.zeros(len(found)) for b in books]
-        return torch.stack(by_book, 1)
+    def step_shards(self) -> list[Shard]:
+        """The shards of rank 0: all ranks say the same of a step, and it is read here."""
+        return [shard for shard in self.shards if shard.rank == 0]
+
+    def by_step(self, name: str) -> Tensor:
+        """(steps, books): a small array that has one line for each step, in memory."""
+        found = _column(self.step_shards, name)
+        return found[: self.last_step] if len(found) else torch.zeros(0, len(self.info.books))
+
+    def samples(self, shard: Shard | None = None) -> Tensor:
+        """(samples,): the samples of a shard's batches, or of all, by the run's numbers."""
+        shards = self.shards if shard is None else [shard]
+        found = [s for s in shards if "samples" in s.file]
+        parts = [self.ids.numbers(s.rank, s.file.read("samples")) for s in found]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def changes(self, book: Book, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        """Observed changes of a book, with their steps."""
+        for shard in self.step_shards:
+            yield from _by_step(shard, book, "change", first, last)
+
+    def residuals(self, book: Book, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        """What the entries of a book leave of gradients, with their steps; ranks add up."""
+        for shard in self.shards:
+            yield from _by_step(shard, book, "residual", first, last)
+
+    def has_residual(self, book: Book) -> bool:
+        """Whether the entries of a book leave anything."""
+        return any(f"{book.name}/residuals" in shard.file for shard in self.shards)
 
     @property
     def kept_steps(self) -> list[int]:
@@ -156,7 +144,7 @@ class Ledger:
     def weights(self, step: int) -> dict[str, Tensor]:
         """Every parameter as it was after `step`, exactly as kept."""
         file = self.kept(step)
-        return {name: file.read(name) for name in file.entries}
+        return {name: file.read(name) for name in file.arrays}
 
     def kept(self, step: int) -> TensorFile:
         """The file of what was kept of `step`: parameters, and the optimizer's memory of them."""
@@ -170,25 +158,25 @@ class Ledger:
 
     @cached_property
     def _initial(self) -> Commit:
-        return Commit(self.path / INITIAL_FILE, self._writers[0].start["initial"])
+        return Commit(self.path / INITIAL_FILE, self._sessions[0].start["initial"])
 
-    def _declarations(self) -> Iterator[Declaration]:
+    def _declared(self, info: RunInfo) -> RunInfo:
+        """The description with all streams; a name that means two things is refused."""
+        known: dict[str, Declaration] = {}
         for shard in self.shards:
-            try:
-                yield from map(Declaration.from_json, shard.record.get("streams", ()))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise CorruptError(f"the log of '{shard.path}' is senseless: {error!r}.") from error
+            for new in shard.declared:
+                old = known.setdefault(new.stream.name, new)
+                if (old.stream, old.terms) != (new.stream, new.terms):
+                    raise CorruptError(
+                        f"the log of '{shard.path}' declares the stream '{new.stream.name}' "
+                        "otherwise than a log before it."
+                    )
+        return info.declared(known.values())
 
     def _altered_info(self, info: RunInfo) -> Iterator[Damage]:
-        vouched = self._writers[0].start.get("run_crc32", info.checksum)
-        if vouched != info.checksum:
+        if self._sessions[0].start.get("run_crc32") != info.checksum:
             file = self.path / RUN_FILE
             yield file, f"'{file}' is altered: it is not what the first log vouches for."
-
-    def _missing_steps(self, unreachable: list[Commit]) -> Iterator[Damage]:
-        for commit in unreachable[:1]:
-            lost = f"steps {self.last_step + 1} to {commit.record['first'] - 1} are missing"
-            yield commit.path, f"{lost}: what follows them in '{commit.path}' is not used."
 
     def _refusal(self) -> CorruptError:
         others = f" (and {len(self.damage) - 1} more)" if len(self.damage) > 1 else ""
@@ -211,66 +199,46 @@ class Ledger:
                 yield commit.path, f"'{commit.path}' is altered: its checksum does not match."
 
 
-def _follows() -> Callable[[Commit], bool]:
-    """Whether each shard begins where the one before it ended."""
-    last = 0
-
-    def follows(shard: Commit) -> bool:
-        nonlocal last
-        expected, last = last + 1, shard.step
-        return bool(shard.record["first"] == expected)
-
-    return follows
+def _without_gaps(path: Path, sessions: list[Session]) -> tuple[list[Session], list[Damage]]:
+    """The sessions up to the first that has a gap, and the gaps."""
+    for at, session in enumerate(sessions):
+        until = sessions[at + 1].step if at + 1 < len(sessions) else None
+        if gaps := list(session.missing(path, until)):
+            return sessions[: at + 1], gaps
+    return sessions, []
 
 
-def _valid_writers(path: Path, logs: Logs) -> list[_Writer]:
-    """Who wrote what counts: each start voids what earlier writers say of later steps."""
-    writers: list[_Writer] = []
-    for log in logs.logs:
-        if log.start is None:
-            continue
-        writer = _writer(log, log.start)
-        writers = [earlier for earlier in writers if earlier.step <= writer.step]
-        for earlier in writers:
-            earlier.truncate(writer.step)
-        writers.append(writer)
-    if not writers or "initial" not in writers[0].start:
-        lost = "".join(f" {problem}" for _, problem in logs.damage[:1])
+def _in_order(sessions: Sequence[Session], last: int) -> list[Shard]:
+    """The shards of all ranks up to a step, session by session, in the order of their steps."""
+    found: list[Shard] = []
+    for session in sessions:
+        own = [
+            shard
+            for rank in session.commits
+            for shard in session.shards(rank)
+            if shard.first <= min(last, session.reached_by(rank))
+        ]
+        found += sorted(own, key=lambda shard: (shard.first, shard.rank))
+    return found
+
+
+def _column(shards: Sequence[Shard], name: str) -> Tensor:
+    parts = [shard.file.read(name) for shard in shards if name in shard.file]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+def _by_step(
+    shard: Shard, book: Book, kind: str, first: int, last: int
+) -> Iterator[tuple[int, Tensor]]:
+    """What a shard has of a book for some steps, each in the shape of the book."""
+    name = f"{book.name}/{kind}s"
+    if name not in shard.file or shard.first > last or shard.last < first:
+        return
+    steps, entry = shard.file.read(f"{book.name}/{kind}_steps"), shard.file.arrays[name]
+    if entry.shape != (len(steps), *book.shape):
         raise CorruptError(
-            f"'{path}' has no log that says how it began; restore it from a copy.{lost}"
+            f"'{shard.path}' has '{name}' of shape {entry.shape}, and the book has the shape "
+            f"{book.shape}; restore the file from a copy of the run."
         )
-    return writers
-
-
-def _writer(log: Log, start: Record) -> _Writer:
-    try:
-        _check_numbers(start, ("step",))
-        if "initial" in start:
-            _check_numbers(start["initial"], ("bytes", "crc32"))
-        if not isinstance(start.get("buffers", []), list):
-            raise ValueError("'buffers' is not a list")
-        return _Writer(start, [_commit(log.folder, record) for record in log.commits])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"'{log.path}' has a senseless record: {error!r}.") from error
-
-
-def _commit(folder: Path, record: Record) -> Commit:
-    """A record that names a file, after a look at the fields that everything relies on."""
-    kinds: dict[str, tuple[str, ...]] = {"rows": ("first", "last"), "weights": ("step",)}
-    _check_numbers(record, ("bytes", "crc32", *kinds[record["kind"]]))
-    if record["kind"] == "rows":
-        for note in record["notes"]:
-            _check_numbers(note, ("step",))
-            note["book"], note["reason"]
-    else:
-        record["mark"]
-    name = record["file"]
-    if name != Path(name).name or name in ("", ".", ".."):
-        raise CorruptError(f"'{folder / LOG_FILE}' names a file outside the run: {name!r}.")
-    return Commit(folder / name, record)
-
-
-def _check_numbers(record: Record, names: Sequence[str]) -> None:
-    for name in names:
-        if type(record[name]) is not int or record[name] < 0:
-            raise ValueError(f"'{name}' is {record[name]!r}, not a number from 0")
+    for at in torch.nonzero((steps >= first) & (steps <= last)).flatten().tolist():
+        yield int(steps[at]), shard.file.read(name, at, at + 1)[0]

@@ -17,7 +17,6 @@ from torch import Tensor
 from dualform.errors import CorruptError, SampleIdsError
 from dualform.ledger.files import open_plain, parse_json, require, write_durably
 from dualform.ledger.format import SAMPLES_FOLDER
-from dualform.ledger.reader import Ledger
 from dualform.ledger.tensors import TensorFile, write_tensors
 
 SampleId: TypeAlias = int | str
@@ -31,15 +30,33 @@ LARGEST_PREVIEW = 64
 class SampleTable:
     """Gives each string id a number, in order of first appearance; integers stand for themselves.
 
+    Samples without ids are counted. Of several ranks, each counts in strides, so that no number
+    comes twice; `counted` is the first number that nobody has.
+
     >>> table = SampleTable()
     >>> table.numbers(["cat", "dog", "cat"]).tolist(), table.take_new()
     ([0, 1, 0], ['cat', 'dog'])
+    >>> SampleTable(rank=1, of=3, counted=10).count(2).tolist()
+    [11, 14]
     """
 
-    def __init__(self, known: Iterable[str] = (), kind: type | None = None) -> None:
+    def __init__(
+        self,
+        known: Iterable[str] = (),
+        kind: type | None = None,
+        rank: int = 0,
+        of: int = 1,
+        counted: int = 0,
+    ) -> None:
         self._numbers = {name: number for number, name in enumerate(known)}
         self._new: list[str] = []
         self._kind = kind
+        self._next, self._of = counted + rank, of
+
+    def count(self, size: int) -> Tensor:
+        """Numbers for so many samples without ids."""
+        first, self._next = self._next, self._next + self._of * size
+        return torch.arange(first, self._next, self._of)
 
     def numbers(self, ids: Tensor | Sequence[SampleId]) -> Tensor:
         """The ids as int64."""
@@ -69,26 +86,6 @@ class SampleTable:
                 f"{before}; use one kind throughout."
             )
         self._kind = kind
-
-
-def encode_ids(ids: Sequence[str]) -> Tensor:
-    """String ids as bytes: one JSON string a line."""
-    text = "".join(json.dumps(name) + "\n" for name in ids)
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def decode_ids(ledger: Ledger) -> list[str] | None:
-    """The string ids of a run in order, or None where its ids are integers."""
-    data = ledger.column("ids")
-    if not len(data):
-        return None
-    try:
-        names = [parse_json(line) for line in bytes(data.tolist()).splitlines()]
-    except ValueError as error:
-        raise CorruptError(f"the ids of '{ledger.path}' are altered: {error}.") from error
-    if not all(isinstance(name, str) for name in names):
-        raise CorruptError(f"the ids of '{ledger.path}' are altered: not all are texts.")
-    return names
 
 
 @dataclass(frozen=True)

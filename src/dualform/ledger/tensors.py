@@ -48,7 +48,7 @@ MAX_HEADER = 100_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class ArrayPlace:
     """Where one array lies in its file."""
 
     dtype: torch.dtype
@@ -112,16 +112,16 @@ def in_index(name: str, dtype: torch.dtype) -> bool:
 
 
 def _header(arrays: Mapping[str, Sequence[Tensor]]) -> memoryview:
-    entries, offset = {}, 0
+    described, offset = {}, 0
     for name, parts in arrays.items():
         shape = list(parts[0].shape)
         if len(parts) > 1:
             shape[0] = sum(len(part) for part in parts)
         end = offset + sum(part.nbytes for part in parts)
         code = CODES[parts[0].dtype]
-        entries[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
+        described[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)  # data starts aligned, so that mapped readers see it so
     return memoryview(struct.pack("<Q", len(text)) + text)
 
@@ -156,7 +156,7 @@ class TensorFile:
         self.path = path
         with open_plain(path) as file:
             try:
-                header, self.entries = _parse(file)
+                header, self.arrays = _parse(file)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CorruptError(f"'{path}' is not a safetensors file: {error}.") from error
             if index_crc32 not in (None, self._index_checksum(file, header)):
@@ -166,34 +166,34 @@ class TensorFile:
                 )
 
     def __contains__(self, name: str) -> bool:
-        return name in self.entries
+        return name in self.arrays
 
-    def entry(self, name: str) -> Entry:
+    def array(self, name: str) -> ArrayPlace:
         """Where an array lies; a file that lacks it is damaged."""
-        if name not in self.entries:
+        if name not in self.arrays:
             raise CorruptError(
                 f"'{self.path}' has no array '{name}'; restore the file from a copy of the run."
             )
-        return self.entries[name]
+        return self.arrays[name]
 
     def _index_checksum(self, file: FileIO, header: bytes) -> int:
         checksum = int(zlib_ng.crc32(header))
-        for name, entry in self.entries.items():
-            if in_index(name, entry.dtype):
-                checksum = _continued(checksum, file, entry.offset, entry.nbytes)
+        for name, place in self.arrays.items():
+            if in_index(name, place.dtype):
+                checksum = _continued(checksum, file, place.offset, place.nbytes)
         return checksum
 
     def rows(self, name: str) -> int:
         """How long an array is along its first axis; 0 where the file does not have it."""
-        return self.entries[name].shape[0] if name in self.entries else 0
+        return self.arrays[name].shape[0] if name in self.arrays else 0
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows `start` to `stop` of an array, in memory of their own."""
-        entry = self.entry(name)
-        shape = entry.shape
+        place = self.array(name)
+        shape = place.shape
         if stop is not None or start:
             shape = ((shape[0] if stop is None else stop) - start, *shape[1:])
-        buffer = torch.empty(shape, dtype=entry.dtype)
+        buffer = torch.empty(shape, dtype=place.dtype)
         self.read_into(buffer, name, [(0, (start, start + (shape[0] if shape else 1)))])
         return buffer
 
@@ -209,11 +209,11 @@ class TensorFile:
         >>> rows
         tensor([4, 5, 0, 1])
         """
-        entry, target = self.entry(name), raw(rows)
-        size = entry.row_bytes
+        place, target = self.array(name), raw(rows)
+        size = place.row_bytes
         with open_plain(self.path) as file:
             for at, (start, stop) in spans:
-                file.seek(entry.offset + start * size)
+                file.seek(place.offset + start * size)
                 self._fill(file, target[at * size : (at + stop - start) * size])
 
     def _fill(self, file: FileIO, target: memoryview) -> None:
@@ -245,21 +245,21 @@ class MappedFile:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows of an array, as a view that is valid until they are let go."""
-        entry = self._file.entry(name)
-        offset, shape = entry.offset + start * entry.row_bytes, (stop - start, *entry.shape[1:])
+        place = self._file.array(name)
+        offset, shape = place.offset + start * place.row_bytes, (stop - start, *place.shape[1:])
         count = math.prod(shape)
         if not count:
-            return torch.empty(shape, dtype=entry.dtype)
-        flat = torch.frombuffer(self._map, dtype=entry.dtype, count=count, offset=offset)
+            return torch.empty(shape, dtype=place.dtype)
+        flat = torch.frombuffer(self._map, dtype=place.dtype, count=count, offset=offset)
         return flat.view(shape)
 
     def let_go(self, name: str, start: int, stop: int) -> None:
         """Frees the memory of rows that were used."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
-        entry = self._file.entry(name)
-        first = (entry.offset + start * entry.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        last = (entry.offset + stop * entry.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        place = self._file.array(name)
+        first = (place.offset + start * place.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = (place.offset + stop * place.row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
@@ -273,7 +273,7 @@ def _continued(checksum: int, file: FileIO, offset: int, count: int) -> int:
     return checksum
 
 
-def _parse(file: FileIO) -> tuple[bytes, dict[str, Entry]]:
+def _parse(file: FileIO) -> tuple[bytes, dict[str, ArrayPlace]]:
     """Reads and validates a header: a run folder may come from a stranger, or have suffered.
 
     Returns the bytes before the arrays, and where each array lies.
@@ -288,21 +288,21 @@ def _parse(file: FileIO) -> tuple[bytes, dict[str, Entry]]:
     text = file.read(length)
     header = parse_json(text)
     header.pop("__metadata__", None)
-    entries = {name: _entry(name, item, 8 + length, size) for name, item in header.items()}
+    arrays = {name: _place(name, item, 8 + length, size) for name, item in header.items()}
     ends = 8 + length
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if entry.offset != ends:
+    for name, place in sorted(arrays.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if place.offset != ends:
             raise ValueError(f"array '{name}' does not begin where the one before it ends")
-        ends += entry.nbytes
-    return first + text, entries
+        ends += place.nbytes
+    return first + text, arrays
 
 
-def _entry(name: str, item: dict[str, Any], base: int, size: int) -> Entry:
+def _place(name: str, item: dict[str, Any], base: int, size: int) -> ArrayPlace:
     start, end = item["data_offsets"]
-    entry = Entry(DTYPES[item["dtype"]], tuple(item["shape"]), base + start)
-    if any(type(length) is not int or length < 0 for length in entry.shape):
-        raise ValueError(f"array '{name}' has shape {entry.shape}")
+    place = ArrayPlace(DTYPES[item["dtype"]], tuple(item["shape"]), base + start)
+    if any(type(length) is not int or length < 0 for length in place.shape):
+        raise ValueError(f"array '{name}' has shape {place.shape}")
     whole = type(start) is int and type(end) is int
-    if not whole or start < 0 or base + end > size or end - start != entry.nbytes:
+    if not whole or start < 0 or base + end > size or end - start != place.nbytes:
         raise ValueError(f"array '{name}' does not lie within the file")
-    return entry
+    return place

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,17 @@ from typing import Any
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from dualform.errors import LedgerError, NotARunError, RunExistsError, RunLockedError
+from dualform.errors import (
+    LedgerError,
+    NotARunError,
+    RunExistsError,
+    RunLockedError,
+    UnknownStepError,
+)
+from dualform.ledger.commit_queue import CommitQueue
 from dualform.ledger.files import require, sync_folder, write_durably
 from dualform.ledger.format import (
     INITIAL_FILE,
-    LOCK_FILE,
     MARKS,
     RUN_FILE,
     SAMPLES_FOLDER,
@@ -29,17 +36,18 @@ from dualform.ledger.format import (
     describe,
 )
 from dualform.ledger.log import (
-    END_FILE,
+    END,
+    FOLDER,
     Head,
     LogWriter,
-    is_writer,
+    session_and_rank,
     writer_folders,
-    writer_number,
 )
 from dualform.ledger.reader import Ledger
-from dualform.ledger.shards import Shards
 from dualform.ledger.tensors import index_checksum, write_tensors
 
+LOCK = re.compile(r"writer-(0|[1-9][0-9]*)\.lock")
+"""What a rank's lock is called."""
 SIDE_BY_SIDE = min(4, (os.cpu_count() or 1) // 4)
 """How many shards may be under way: none where training needs all the processors there are."""
 
@@ -64,7 +72,9 @@ class Block:
 
 
 class LedgerWriter:
-    """One process recording into one run; holds the run's lock until closed.
+    """One process recording into one run, as one of several ranks; holds its rank's lock.
+
+    Rank 0 begins: it creates a run, or resumes one. Then the other ranks join.
 
     >>> import tempfile, torch; path = Path(tempfile.mkdtemp()) / "run"
     >>> writer = LedgerWriter.create(path, RunInfo(), initial={"w": torch.zeros(2)})
@@ -78,15 +88,16 @@ class LedgerWriter:
         self, path: Path, lock: FileLock, start: Mapping[str, Any], after: Head | None = None
     ) -> None:
         self.path = path
+        self.rank, self.of = int(start["rank"]), int(start["of"])
         self._lock = lock
         self._blocks: list[Block] = []
-        self._shards = Shards(SIDE_BY_SIDE)
+        self._queue = CommitQueue(SIDE_BY_SIDE)
         self._files = 0
         self.committed = int(start["step"])
         self._open = True
         self._process = os.getpid()
-        number = max(map(writer_number, writer_folders(path)), default=0) + 1
-        self.folder = path / f"writer-{number:04d}-{secrets.token_hex(4)}"
+        name = f"writer-{start['session']:04d}-rank{self.rank}-{secrets.token_hex(4)}"
+        self.folder = path / name
         try:
             self.folder.mkdir()
             self._log = LogWriter(self.folder, start, after)
@@ -103,10 +114,11 @@ class LedgerWriter:
         *,
         overwrite: bool = False,
         start: Mapping[str, Any] | None = None,
+        of: int = 1,
     ) -> LedgerWriter:
-        """Starts a new run in a folder that is empty or not there yet."""
+        """Starts a new run of so many ranks, in a folder that is empty or not there yet."""
         _make_folder(path, overwrite)
-        lock = _lock(path)
+        lock = _lock_of_all(path)
         try:
             if not overwrite and (path / RUN_FILE).exists():
                 raise _exists(path)
@@ -114,7 +126,8 @@ class LedgerWriter:
             (path / SAMPLES_FOLDER).mkdir(exist_ok=True)
             arrays = {name: [weight.cpu()] for name, weight in initial.items()}
             vouched = {"initial": _written(path / INITIAL_FILE, arrays), "run_crc32": info.checksum}
-            writer = cls(path, lock, {"step": 0, **vouched, **(start or {})})
+            begun = {"session": 1, "rank": 0, "of": of, "step": 0}
+            writer = cls(path, lock, {**begun, **vouched, **(start or {})})
             write_durably(path / RUN_FILE, info.to_json())
             return writer
         except BaseException:
@@ -122,12 +135,37 @@ class LedgerWriter:
             raise
 
     @classmethod
-    def resume(cls, path: Path, step: int, start: Mapping[str, Any] | None = None) -> LedgerWriter:
-        """Goes on with a run after `step`; what was written beyond it no longer counts."""
+    def resume(
+        cls, path: Path, step: int, start: Mapping[str, Any] | None = None, *, of: int = 1
+    ) -> LedgerWriter:
+        """Goes on with a run after `step`; what any rank wrote beyond it no longer counts."""
         Ledger(path)  # or say why it is none
-        lock = _lock(path)
+        lock = _lock_of_all(path)
         try:
-            return cls(path, lock, {"step": step, **(start or {})}, after=Ledger(path).head)
+            ledger = Ledger(path)
+            if not ledger.ends_at(step):
+                raise UnknownStepError(
+                    f"cannot go on with '{path}' after step {step}: no file of every rank ends "
+                    f"there; it is readable up to step {ledger.last_step}."
+                )
+            number = max(session_and_rank(folder)[0] for folder in writer_folders(path)) + 1
+            begun = {"session": number, "rank": 0, "of": of, "step": step}
+            return cls(path, lock, {**begun, **(start or {})}, ledger.head(0))
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def join(cls, path: Path, rank: int, start: Mapping[str, Any] | None = None) -> LedgerWriter:
+        """Records beside rank 0, in the session that it has begun."""
+        _joinable(path, rank)  # or say why it is not
+        lock = _lock(path, rank)
+        try:
+            ledger = _joinable(path, rank)
+            session = ledger.session
+            begun = {"session": session.number, "rank": rank, "of": session.of}
+            begun["step"] = session.step
+            return cls(path, lock, {**begun, **(start or {})}, ledger.head(rank))
         except BaseException:
             lock.release()
             raise
@@ -146,12 +184,12 @@ class LedgerWriter:
         if self._blocks:
             blocks, self._blocks = self._blocks, []
             write = partial(self._write, self._next_file(), _merge(blocks))
-            self._shards.begin(write, partial(self._commit_rows, blocks))
+            self._queue.begin(write, partial(self._commit_rows, blocks))
 
     def flush(self) -> None:
         """Writes everything taken so far, and returns when it is committed."""
         self.pass_on()
-        self._shards.wait()
+        self._queue.wait()
 
     def weights(self, step: int, weights: Mapping[str, Tensor], mark: str) -> None:
         """Begins to keep the parameters as they were after `step`, behind everything taken so far.
@@ -163,7 +201,7 @@ class LedgerWriter:
         self.pass_on()
         write = partial(self._write, self._next_file(), {name: [w] for name, w in weights.items()})
         kept = {"kind": "weights", "step": step, "mark": mark}
-        self._shards.begin(write, lambda record: self._commit({**kept, **record}))
+        self._queue.begin(write, lambda record: self._commit({**kept, **record}))
 
     def close(self) -> None:
         """Makes everything durable and gives the run free."""
@@ -180,7 +218,7 @@ class LedgerWriter:
         """
         if self._open and os.getpid() == self._process:
             self._open = False
-            self._shards.close()
+            self._queue.close()
             with suppress(OSError):  # else the run looks as if this process had been killed
                 self._log.end()
             self._log.close()
@@ -199,7 +237,7 @@ class LedgerWriter:
     def _commit_rows(self, blocks: Sequence[Block], record: dict[str, Any]) -> None:
         notes = [note for block in blocks for note in block.notes]
         span = {"first": blocks[0].first, "last": blocks[-1].last}
-        streams = [asdict(declared) for block in blocks for declared in block.streams]
+        streams = [declared.to_json() for block in blocks for declared in block.streams]
         self._commit({"kind": "rows", **record, **span, "notes": notes, "streams": streams})
         self.committed = blocks[-1].last
         for block in blocks:
@@ -230,7 +268,12 @@ def _written(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, in
 
 
 def _continues(block: Block, earlier: Block) -> bool:
-    """Whether the arrays of both blocks can stand one behind the other."""
+    """Whether the arrays of both blocks can stand one behind the other.
+
+    A stream that is declared anew is kept by another codec from there on.
+    """
+    if any(f"{new.stream.name}/segments" in earlier.arrays for new in block.streams):
+        return False
     common = block.arrays.keys() & earlier.arrays.keys()
     pairs = [(block.arrays[name][0], earlier.arrays[name][0]) for name in common]
     return all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in pairs)
@@ -258,8 +301,8 @@ def _make_folder(path: Path, overwrite: bool) -> None:
 
 def _is_ours(entry: Path) -> bool:
     """Whether a run that was killed while it was being made may have left this behind."""
-    names = {LOCK_FILE, INITIAL_FILE, SAMPLES_FOLDER, END_FILE, RUN_FILE + ".draft"}
-    return entry.name in names or is_writer(entry.name)
+    names = {INITIAL_FILE, SAMPLES_FOLDER, RUN_FILE + ".draft"}
+    return entry.name in names or any(p.fullmatch(entry.name) for p in (LOCK, END, FOLDER))
 
 
 def _exists(path: Path) -> RunExistsError:
@@ -270,15 +313,44 @@ def _exists(path: Path) -> RunExistsError:
     )
 
 
-def _lock(path: Path) -> FileLock:
-    if os.path.lexists(path / LOCK_FILE):
-        require(path / LOCK_FILE, "a file")  # taking it would empty what a link leads to
-    lock = FileLock(path / LOCK_FILE)
+def _joinable(path: Path, rank: int) -> Ledger:
+    """The run, if its last session still waits for this rank."""
+    ledger = Ledger(path)
+    session = ledger.session
+    if not 0 < rank < session.of or rank in session.commits:
+        raise LedgerError(
+            f"rank {rank} cannot join session {session.number} of '{path}': it has {session.of} "
+            f"ranks, and {sorted(session.commits)} have begun. Rank 0 begins a session, by "
+            "creating or resuming a run; then each other rank joins once."
+        )
+    return ledger
+
+
+def _lock_of_all(path: Path) -> FileLock:
+    """The lock of rank 0, while no other rank records."""
+    lock = _lock(path, 0)
+    try:
+        for entry in path.iterdir():
+            match = LOCK.fullmatch(entry.name)
+            if match is not None and int(match[1]):
+                _lock(path, int(match[1])).release()
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _lock(path: Path, rank: int) -> FileLock:
+    file = path / f"writer-{rank}.lock"
+    if os.path.lexists(file):
+        require(file, "a file")  # taking it would empty what a link leads to
+    lock = FileLock(file)
     try:
         lock.acquire(timeout=0)
     except Timeout:
+        by = f" as rank {rank}" if rank else ""
         raise RunLockedError(
-            f"another process is recording into '{path}'; wait for it or choose another path."
+            f"another process is recording into '{path}'{by}; wait for it or choose another path."
         ) from None
     return lock
 
@@ -288,7 +360,8 @@ def _remove_run(path: Path) -> None:
 
     Its description goes first: without it, what is left after a crash is no run.
     """
-    for name in (RUN_FILE, END_FILE, INITIAL_FILE):
+    ends = [entry.name for entry in path.iterdir() if END.fullmatch(entry.name)]
+    for name in (RUN_FILE, *ends, INITIAL_FILE):
         (path / name).unlink(missing_ok=True)
     for folder in [*writer_folders(path), path / SAMPLES_FOLDER]:
         if folder.is_symlink():

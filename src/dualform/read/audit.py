@@ -16,9 +16,9 @@ from dualform.ledger import Book, Ledger
 from dualform.memory.forms import form_named
 from dualform.optimizers import BY_ROW
 from dualform.read.coefficients import Accounting
-from dualform.read.scan import Scan
+from dualform.read.scan import Scan, shards_of, stored_arrays
 from dualform.read.shown import Shown, columns, framed, pandas_frame
-from dualform.read.weights import balance, gross_part
+from dualform.read.weights import balance, gross_part, residual_part
 
 ROUNDING = "it changed by no more than rounding: the remainder is relative to what was added up"
 SUSPECT = 1e-6
@@ -32,6 +32,9 @@ class BookAudit:
     rounds a weight at most twice (its decay, and the step), by half a unit in its last place each:
     so it is one such unit for each step, divided by what the remainder is divided by, and much
     where a parameter changed little for its size.
+
+    `residual` is the share of the parameter's change that entries leave, where they are less than
+    the rows: `‖residual‖ / ‖W_T − c0 W_0‖`. It is 0 where rows are kept as they are.
 
     >>> from dualform.testing import tiny_run
     >>> run, _, _ = tiny_run()
@@ -48,6 +51,16 @@ class BookAudit:
     bytes: int
     reason: str = ""
     rounding: float = 0.0
+    residual: float = 0.0
+
+    @property
+    def attributed(self) -> float:
+        """The share of the change that entries account for.
+
+        >>> BookAudit("a", (1,), "row", 9, remainder=0.0, bytes=0, residual=0.25).attributed
+        0.75
+        """
+        return 1.0 - self.residual
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,11 +150,13 @@ class Audit(Shown):
         return f"more than rounding of the stored weights can be: {', '.join(names[:3])}{more}"
 
     def __rich__(self) -> Group:
-        names = ("book", "shape", "kept by", "rows", "remainder", "MB")
+        lossy = any(book.residual for book in self.books)
+        names = ["book", "shape", "kept by", "rows", *["residual"] * lossy, "remainder", "MB"]
         table = columns(names, words=("book", "kept by"))
         for book in self.books:
             kept = f"{book.granularity} ({book.reason})" if book.reason else book.granularity
             cells = [book.name, "×".join(map(str, book.shape)), kept, f"{book.rows:,}"]
+            cells += [f"{book.residual:.1e}"] if lossy else []
             cells += [f"{book.remainder:.1e}", f"{book.bytes / 1e6:,.1f}"]
             table.add_row(*map(Text, cells))
         return framed(self._title, table, self._note)
@@ -165,7 +180,8 @@ def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -
     for book in ledger.info.books:
         found = _measure(accounting, book, kept.read(book.name).double())
         remainder = found.remainder if measured or not until else float("nan")
-        line = replace(_line(ledger, latest, book, until, remainder), rounding=found.rounding)
+        line = _line(ledger, latest, book, until, remainder)
+        line = replace(line, rounding=found.rounding, residual=found.residual)
         changed = found.small and measured and line.granularity != "frozen"
         lines.append(replace(line, reason=ROUNDING) if changed else line)
     return Audit(lines, until, measured, ledger.nbytes)
@@ -176,6 +192,7 @@ class _Measured(NamedTuple):
 
     remainder: float
     rounding: float
+    residual: float
     small: bool
 
 
@@ -190,7 +207,9 @@ def _measure(accounting: Accounting, book: Book, weight: Tensor) -> _Measured:
     relative_to = float((size if small else scale).clamp_min(1e-300))
     steps = int((accounting.states(book) == BY_ROW).sum())
     places = steps * float(_last_place(weight, book).norm())
-    return _Measured(float(gap) / relative_to, places / relative_to, small)
+    residual = float(residual_part(accounting, book).norm())
+    shares = (float(gap) / relative_to, places / relative_to, residual / relative_to)
+    return _Measured(*shares, small)
 
 
 def _is_column(book: Book) -> bool:
@@ -223,9 +242,15 @@ def _line(
 
 def _bytes(ledger: Ledger, book: Book) -> int:
     """What the book takes on disk; rows that several books share are counted for one of them."""
-    own = [stream for stream in book.terms if _payer(ledger, stream) == book.name]
-    arrays = [f"{stream}/{part}" for stream in own for part in ("keys", "values")]
-    return sum(ledger.array_bytes(name) for name in [*arrays, f"{book.name}/changes"])
+    own = [ledger.info.stream(n) for n in book.terms if _payer(ledger, n) == book.name]
+    arrays = {
+        f"{stream.name}/{array}"
+        for stream in own
+        for shard in shards_of(ledger, stream, 1, ledger.last_step)
+        for array in stored_arrays(shard, stream)
+    }
+    by_step = (f"{book.name}/changes", f"{book.name}/residuals")
+    return sum(ledger.array_bytes(name) for name in [*arrays, *by_step])
 
 
 def _payer(ledger: Ledger, stream: str) -> str:

@@ -124,21 +124,19 @@ class Accounting:
     @cached_property
     def _states(self) -> NDArray[np.uint8]:
         """(T, books)."""
-        empty = np.zeros((0, len(self._columns)), dtype=np.uint8)
-        column = self.ledger.column("states")
-        return column.numpy()[: self.until] if len(column) else empty
+        return self.ledger.by_step("states").to(torch.uint8).numpy()[: self.until]
 
     @cached_property
     def _factors(self) -> NDArray[np.float64]:
         """(T, books)."""
-        return self.ledger.factors.numpy()[: self.until]
+        return self.ledger.by_step("factors").double().numpy()[: self.until]
 
     @cached_property
     def _hyper(self) -> NDArray[np.float64]:
         """(T, books, fields): the hyper-parameters of each book's group."""
         parts = [
             _by_book(shard.file.read("hyper"), shard.file.read("groups").long())
-            for shard in self.ledger.shards
+            for shard in self.ledger.step_shards
         ]
         fields = len(self.ledger.info.fields)
         empty = torch.zeros(0, len(self._columns), fields, dtype=torch.float64)

@@ -28,7 +28,7 @@ from dualform.read.scan import places
 from dualform.read.scores import Array, Check, Scores
 from dualform.read.targets import Asked, Target
 from dualform.read.timeline import Timeline, make_timeline
-from dualform.read.weights import initial_part, step_part
+from dualform.read.weights import initial_part, sampleless_part
 
 QUERY_BYTES = 512 << 20
 """How large the averaged gradients of the queries may be that share a scan."""
@@ -82,7 +82,7 @@ class Questions:
         accounting, kept = self.source.accounting, self.source.ledger.weights(0)
         faded = self.applied(lambda book: initial_part(accounting, book) - kept[book.name].double())
         initial, total = self.line.initial.numpy() + faded, self.line.final.numpy()
-        steps = self.applied(lambda book: step_part(accounting, book))
+        steps = self.applied(lambda book: sampleless_part(accounting, book))
         return Check(initial, evidence, steps, total - initial - steps - evidence, total)
 
 
@@ -118,7 +118,7 @@ class Explanation(Scores):
 
     @property
     def booked_by_step(self) -> Array:
-        """(queries,): the share of changes that were booked by step, of no sample."""
+        """(queries,): the share of what was booked by step, of no sample: changes and residuals."""
         return self._parts.steps
 
     @property

@@ -119,7 +119,7 @@ class InOrder:
         self._chosen = chosen[order]
         records = visits.records[self._chosen]
         self._at = torch.cat([records.new_zeros(1), records.cumsum(0)])
-        self._loaded: tuple[int, int, list[Tensor]] = (0, 0, [])
+        self._loaded: tuple[int, int, dict[str, Tensor]] = (0, 0, {})
         self._progress = LateProgress(visits.stream.name, len(chosen))
 
     def __enter__(self) -> InOrder:
@@ -151,9 +151,9 @@ class InOrder:
 
     def let_go(self) -> None:
         """Forgets what was read ahead: somebody else may use that memory."""
-        self._loaded = (0, 0, [])
+        self._loaded = (0, 0, {})
 
-    def _containing(self, at: int) -> tuple[int, int, list[Tensor]]:
+    def _containing(self, at: int) -> tuple[int, int, dict[str, Tensor]]:
         """Records that were loaded, from which visit to which, this one among them."""
         first, stop, _ = self._loaded
         if not first <= at < stop:

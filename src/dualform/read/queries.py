@@ -34,7 +34,7 @@ from dualform.owners import Sighting, Trial
 from dualform.read.axes import query_axis
 from dualform.read.beside import Beside, OutputWatching, beside_rows
 from dualform.read.questions import layer_output
-from dualform.read.scan import RowColumns, widen
+from dualform.read.scan import RowColumns, shards_of, stored_arrays
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
 
@@ -248,18 +248,24 @@ def last_seen(
 
 def _latest(ledger: Ledger, stream: Stream, number: int, until: int) -> Tensor:
     """(positions, width): the keys of a sample's last visit."""
-    name = f"{stream.name}/keys"
-    for shard in reversed(ledger.shards):
-        if name not in shard.file or shard.record["first"] > until:
+    latest, found = 0, torch.zeros(0, math.prod(stream.keys))
+    for shard in reversed(shards_of(ledger, stream, 1, until)):
+        if shard.last <= latest:
             continue
-        columns = RowColumns(shard, stream.name)
+        columns = RowColumns(ledger, shard, stream)
         steps, samples = columns.steps, columns.samples
         mine = torch.nonzero((samples == number) & (steps <= until)).flatten()
-        if len(mine):
-            records = mine[steps[mine] == steps[mine].max()].tolist()
-            kept = widen(torch.cat([shard.file.read(name, r, r + 1) for r in records]))
-            return expand(stream, kept, None)[0]
-    return expand(stream, torch.zeros(0, math.prod(stream.keys)), None)[0]
+        if len(mine) and int(steps[mine].max()) > latest:
+            latest = int(steps[mine].max())
+            records = mine[steps[mine] == latest].tolist()
+            arrays = {
+                name: torch.cat(
+                    [shard.file.read(f"{stream.name}/{name}", r, r + 1) for r in records]
+                )
+                for name in stored_arrays(shard, stream)
+            }
+            found = shard.codec(stream.name).decode(arrays, 0, len(records)).keys
+    return expand(stream, found, None)[0]
 
 
 def directions(queries: LayerQueries, output: Outputs) -> tuple[Tensor, list[str]]:

@@ -1,8 +1,9 @@
 """Replaying an optimizer from the rows, for coefficients that depend on the gradients seen.
 
-A step's gradient is the sum of its rows, so what the optimizer remembered can be found again from
-any step at which it was kept. Training is replayed forward between kept steps, and the coefficients
-are then found backward, a span of about √T steps at a time.
+A step's gradient is the sum of its rows, and of the residual where a book has one. So what the
+optimizer remembered can be found again from any step at which it was kept. Training is replayed
+forward between kept steps, and the coefficients are then found backward, a span of about √T steps
+at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from dualform.optimizers import (
     walk_back,
 )
 from dualform.read.rounding import is_rounded, seen_gradients
-from dualform.read.scan import Chunk, Scan, row_sides, rows_total
+from dualform.read.scan import Chunk, Scan, row_sides, rows_total, with_residuals
 
 SPAN_BYTES = 256 << 20
 """How much the transitions of one span may take, unless a span of √T steps takes more."""
@@ -164,7 +165,10 @@ def step_gradients(
     device: torch.device | str = "cpu",
     samples: Tensor | None = None,
 ) -> dict[int, Tensor]:
-    """The sum of a book's rows (of some samples) for each step of a span, by its number."""
+    """Each step's gradient, by its number: the sum of a book's rows, and the residual.
+
+    Of some samples, the sum of their rows: a residual belongs to no sample.
+    """
     found: dict[int, Tensor] = {}
     for name, term in book.terms.items():
         for chunk in Scan(ledger, ledger.info.stream(name), last, device, first):
@@ -172,7 +176,7 @@ def step_gradients(
             for t, rows in chunk.by_step():
                 gradient = rows_total(book, term, sides[rows], counts[rows])
                 found[t] = found[t].add_(gradient) if t in found else gradient
-    return found
+    return found if samples is not None else with_residuals(ledger, book, first, last, found)
 
 
 def chosen(chunk: Chunk, samples: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dualform.ledger import Book, Ledger, Term
 from dualform.memory.blocks import Sides, matrix_shape
 from dualform.memory.forms import Form, form_named
-from dualform.read.scan import Scan, row_sides, rows_total
+from dualform.read.scan import Scan, row_sides, rows_total, with_residuals
 
 NARROW = (torch.bfloat16, torch.float16)
 Use: TypeAlias = tuple[tuple[int, int], Tensor, bool]
@@ -29,8 +29,8 @@ def kernel_dtype(ledger: Ledger, book: Book, stream: str) -> torch.dtype | None:
 
     Matrix products and the offsets beside them are cast; tables and normalizations are not.
     """
-    names = [shard.file.entries.get(f"{stream}/values") for shard in ledger.shards]
-    found = {entry.dtype for entry in names if entry is not None}
+    shards = [shard for shard in ledger.shards if f"{stream}/segments" in shard.file]
+    found = {shard.codec(stream).recorded[1] for shard in shards}
     cast = any(_form(b, stream).is_product for b in ledger.info.fed_by(stream))
     own = _form(book, stream).is_cast
     narrow = len(found) == 1 and found.issubset(NARROW) and book.dtype == "float32"
@@ -63,7 +63,7 @@ def seen_gradients(
         for (step, _), uses in groupby(_uses(scan, book, term), key=lambda use: use[0]):
             total = _total([(gradient, whole) for _, gradient, whole in uses], narrow)
             found[step] = found[step].add_(total) if step in found else total
-    return found
+    return with_residuals(ledger, book, first, last, found)
 
 
 def _total(uses: list[tuple[Tensor, bool]], narrow: torch.dtype | None) -> Tensor:

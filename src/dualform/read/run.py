@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dualform.errors import ReadingError, UnknownSampleError, UnknownStepError
 from dualform.ledger import Ledger, Samples
 from dualform.ledger.format import BUFFER, STATE, RunInfo
-from dualform.ledger.samples import SampleId, decode_ids, plain_list
+from dualform.ledger.samples import SampleId, plain_list
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import Source
@@ -345,8 +345,7 @@ class Run(Shown):
     @cached_property
     def _names(self) -> tuple[Tensor, list[SampleId]]:
         """The stored ids that occur, sorted, and what the user calls them."""
-        numbers = torch.unique(self._ledger.column("samples").long())
-        strings = decode_ids(self._ledger)
+        numbers, strings = torch.unique(self._ledger.samples()), self._ledger.ids.strings
         listed = numbers.tolist()
         return numbers, listed if strings is None else [strings[number] for number in listed]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dualform.errors import CorruptError
 from dualform.layers import expand, positions
-from dualform.ledger import Book, Ledger, Stream, Term
-from dualform.ledger.reader import Commit
+from dualform.ledger import Book, Ledger, Shard, Stream, Term
+from dualform.ledger.codecs import Column
 from dualform.memory.blocks import Sides, from_matrix, matrix_shape
 from dualform.memory.forms import form_named
 from dualform.read.progress import LateProgress
@@ -24,17 +24,16 @@ CHUNK_BYTES = 16 << 20
 class RowColumns:
     """Step, sample and position of each record of a stream in one shard; from its segments."""
 
-    def __init__(self, shard: Commit, stream: str) -> None:
+    def __init__(self, ledger: Ledger, shard: Shard, stream: Stream) -> None:
         numbers, sizes = shard.file.read("batches").unbind(1)
         batches, order = numbers.sort()
         begins = sizes.cumsum(0) - sizes
-        self._shard = shard
-        self._segments = shard.file.read(f"{stream}/segments")
+        self._ledger, self._shard = ledger, shard
+        self._segments = shard.file.read(f"{stream.name}/segments")
         at = order[torch.searchsorted(batches, self._segments[:, 1].contiguous())]
         self._begins, self._sizes = begins[at], sizes[at]
         self._counts = self._sizes * self._segments[:, 2]
-        if int(self._counts.sum()) != shard.file.rows(f"{stream}/keys"):
-            raise CorruptError(f"'{shard.path}': the segments of '{stream}' do not fit its rows.")
+        check_arrays(shard, stream, int(self._counts.sum()))
 
     def between(self, first: int, last: int) -> tuple[int, int]:
         """Which records belong to these steps; they stand in the order of steps."""
@@ -47,7 +46,7 @@ class RowColumns:
         steps, _, each = (column.repeat_interleave(self._sizes) for column in self._segments.T[:3])
         begins = self._sizes.cumsum(0) - self._sizes
         at = torch.arange(len(each)) + (self._begins - begins).repeat_interleave(self._sizes)
-        samples = self._shard.file.read("samples")[at]
+        samples = self._ledger.samples(self._shard)[at]
         found = torch.stack([each.cumsum(0) - each, each, steps, samples])
         return found[:, (steps <= until) & (each > 0)]
 
@@ -70,7 +69,7 @@ class RowColumns:
     def samples(self) -> Tensor:
         """(rows,): the stored id of each row's sample."""
         begins = self._begins.repeat_interleave(self._counts)
-        return self._shard.file.read("samples")[begins + self._within // self._per_sample]
+        return self._ledger.samples(self._shard)[begins + self._within // self._per_sample]
 
     @cached_property
     def positions(self) -> Tensor:
@@ -151,6 +150,16 @@ def rows_total(book: Book, term: Term, sides: Sides, coefficients: Tensor) -> Te
     return from_matrix(sides.total(coefficients, shape), book.shape, term.view, term.groups)
 
 
+def with_residuals(
+    ledger: Ledger, book: Book, first: int, last: int, sums: dict[int, Tensor]
+) -> dict[int, Tensor]:
+    """Gradients: the sums of rows by step, with what the entries of these steps leave."""
+    for step, residual in ledger.residuals(book, first, last):
+        if step in sums:
+            sums[step] += residual.to(sums[step])
+    return sums
+
+
 class Scan:
     """The rows of one stream from one step to another, chunk by chunk.
 
@@ -168,13 +177,10 @@ class Scan:
     ) -> None:
         self._stream, self._first, self._until = stream, first, until
         self._device = torch.device(device)
-        self._names = (f"{stream.name}/keys", f"{stream.name}/values")
         self._shards = [
             (shard, columns, columns.between(first, until))
-            for shard in ledger.shards
-            if shard.record["first"] <= until and shard.record["last"] >= first
-            if self._names[0] in shard.file
-            for columns in [RowColumns(shard, stream.name)]
+            for shard in shards_of(ledger, stream, first, until)
+            for columns in [RowColumns(ledger, shard, stream)]
         ]
         self.records = sum(stop - start for _, _, (start, stop) in self._shards)
         self.rows = self.records * positions(stream)
@@ -187,27 +193,59 @@ class Scan:
                     yield chunk
                     progress.advance(len(chunk.keys))
 
-    def _chunks(self, shard: Commit, columns: RowColumns, begin: int, end: int) -> Iterator[Chunk]:
+    def _chunks(self, shard: Shard, columns: RowColumns, begin: int, end: int) -> Iterator[Chunk]:
         records = max(1, CHUNK_BYTES // self._record_bytes(shard))
-        file = shard.file.mapped()
+        file, codec = shard.file.mapped(), shard.codec(self._stream.name)
+        names = {name: f"{self._stream.name}/{name}" for name in stored_arrays(shard, self._stream)}
+        arrays = {name: file.rows(full, 0, shard.file.rows(full)) for name, full in names.items()}
         for start in range(begin, end, records):
             stop = min(start + records, end)
-            keys, values = (
-                widen(file.rows(name, start, stop)).to(self._device) for name in self._names
-            )
+            keys, values = (s.to(self._device) for s in codec.decode(arrays, start, stop))
             rows, errors = expand(self._stream, keys, values)
             assert errors is not None
             yield Chunk(self._stream, rows, errors, columns, start)
-            for name in self._names:
-                file.let_go(name, start, stop)
+            for full in names.values():
+                file.let_go(full, start, stop)
 
-    def _record_bytes(self, shard: Commit) -> int:
+    def _record_bytes(self, shard: Shard) -> int:
         """What a record takes once it is expanded."""
-        width = sum(shard.file.entries[name].row_bytes for name in self._names)
+        codec = shard.codec(self._stream.name)
+        width = codec.bytes_per_row(*widths(self._stream))
         if self._stream.layout:
             patch = self._stream.keys[0] * math.prod(self._stream.layout["kernel"])
             width += 4 * patch * positions(self._stream)
         return max(1, width)
+
+
+def shards_of(ledger: Ledger, stream: Stream, first: int, last: int) -> list[Shard]:
+    """The shards that have rows of a stream for some steps."""
+    shards = [shard for shard in ledger.shards if shard.first <= last and shard.last >= first]
+    return [shard for shard in shards if f"{stream.name}/segments" in shard.file]
+
+
+def widths(stream: Stream) -> tuple[int, int]:
+    """How many numbers a record's key and value have."""
+    return math.prod(stream.keys), math.prod(stream.values)
+
+
+def stored_arrays(shard: Shard, stream: Stream) -> dict[str, Column]:
+    """What one record of a stream takes of each array in a shard."""
+    return shard.codec(stream.name).arrays(*widths(stream))
+
+
+def check_arrays(shard: Shard, stream: Stream, records: int) -> None:
+    """Refuses arrays that are not what the stream's codec says of so many records."""
+    for name, column in stored_arrays(shard, stream).items():
+        entry = shard.file.array(f"{stream.name}/{name}")
+        if entry.shape[:1] != (records,):
+            raise CorruptError(
+                f"'{shard.path}': the segments of '{stream.name}' do not fit its rows."
+            )
+        if entry.shape != (records, column.width) or entry.dtype != column.dtype:
+            raise CorruptError(
+                f"'{shard.path}' has '{stream.name}/{name}' as {entry.dtype} of shape "
+                f"{entry.shape}; by its codec it is {column.dtype} of {(records, column.width)}."
+            )
 
 
 def places(ledger: Ledger, stream: Stream) -> int:
@@ -217,16 +255,9 @@ def places(ledger: Ledger, stream: Stream) -> int:
     return int(max(each, default=0)) * positions(stream)
 
 
-def widen(rows: Tensor) -> Tensor:
-    """16-bit rows as float32; wider ones, and places in tables, as they are."""
-    if not rows.is_floating_point():
-        return rows.long()
-    return rows.to(torch.promote_types(rows.dtype, torch.float32))
-
-
-def batch_samples(shard: Commit) -> dict[int, list[int]]:
+def batch_samples(ledger: Ledger, shard: Shard) -> dict[int, list[int]]:
     """The samples of each batch of a shard, by the batch's number."""
-    samples = shard.file.read("samples").tolist()
+    samples = ledger.samples(shard).tolist()
     found, at = {}, 0
     for number, size in shard.file.read("batches").tolist():
         found[number] = samples[at : at + size]

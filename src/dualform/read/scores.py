@@ -36,7 +36,8 @@ SHOWN = 20
 class Check:
     """The sum every reading carries: initial + evidence + whole steps + remainder = total.
 
-    Each part has one number a query. `steps` is the share of changes that were booked by step.
+    Each part has one number a query. `steps` is the share of what was booked by step: changes
+    that were observed, and what entries leave of gradients (the residual).
 
     >>> check = Check(*(np.array([x]) for x in (0.5, 1.0, 0.0, 0.0, 1.5)))
     >>> check.lines(0)["total"]

@@ -26,7 +26,7 @@ from dualform.read.scan import Chunk, Scan
 from dualform.read.scores import BY_STEP, Array, Check, Groups, Ranked, Ranking, Scores
 from dualform.read.shown import Shown, columns, framed, signed
 from dualform.read.timeline import Timeline, make_timeline
-from dualform.read.weights import initial_part, step_part
+from dualform.read.weights import initial_part, sampleless_part
 
 
 class Spotlight(Mapping[str, "Reading"], Shown):
@@ -172,7 +172,7 @@ class Reading(Shown):
 
     @property
     def booked_by_step(self) -> Array:
-        """(queries,): the share of what was booked by step, of no sample.
+        """(queries,): the share of what was booked by step, of no sample: changes and residuals.
 
         A weight that is computed from such parameters is part of it as a whole.
         """
@@ -202,7 +202,7 @@ class Reading(Shown):
         accounting = self.source.accounting
         before, since = self.queries.beside.initial, self.queries.beside.by_step
         initial = self._applied(lambda book: initial_part(accounting, book)) + self._along(before)
-        steps = self._applied(lambda book: step_part(accounting, book)) + self._along(since)
+        steps = self._applied(lambda book: sampleless_part(accounting, book)) + self._along(since)
         total = self._applied(lambda book: self.source.weights[book.name].double())
         total = total + self._along(before + since)
         return Check(initial, evidence, steps, total - initial - steps - evidence, total)

@@ -129,15 +129,15 @@ def epochs(ledger: Ledger, until: int) -> NDArray[np.int64]:
 
 
 def _samples_by_step(ledger: Ledger) -> list[tuple[int, list[int]]]:
-    by_step: dict[int, dict[int, list[int]]] = {}
+    by_step: dict[int, dict[tuple[int, int], list[int]]] = {}
     for shard in ledger.shards:
         if "batches" not in shard.file:
             continue
-        rows = batch_samples(shard)
+        rows = batch_samples(ledger, shard)
         for stream in ledger.info.streams:
             if f"{stream.name}/segments" in shard.file:
                 for step, batch, _ in shard.file.read(f"{stream.name}/segments").tolist():
-                    by_step.setdefault(step, {})[batch] = rows[batch]
+                    by_step.setdefault(step, {})[shard.rank, batch] = rows[batch]
     return [
         (step, [sample for batch in sorted(batches) for sample in batches[batch]])
         for step, batches in sorted(by_step.items())

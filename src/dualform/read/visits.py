@@ -7,7 +7,7 @@ read, not mapped: to have a page mapped costs more than to copy it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate
 from typing import Any
@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers import expand, positions
-from dualform.ledger import Ledger, Stream
-from dualform.ledger.tensors import Entry, TensorFile
-from dualform.read.scan import RowColumns, widen
+from dualform.ledger import Codec, Ledger, Records, Shard, Stream
+from dualform.ledger.codecs import Exact
+from dualform.ledger.tensors import ArrayPlace
+from dualform.read.scan import RowColumns, shards_of, stored_arrays, widths
 
 GATHERED_BYTES = 512 << 20
 """How many bytes of records are gathered at a time."""
@@ -67,23 +68,22 @@ class Reused:
 
 
 class Visits:
-    """All visits of samples to a stream until a step, in the order of time."""
+    """All visits of samples to a stream until a step, shard by shard."""
 
     def __init__(
         self, ledger: Ledger, stream: Stream, until: int, memory: Reused | None = None
     ) -> None:
         self.stream, self._each = stream, positions(stream)
-        self._names = (f"{stream.name}/keys", f"{stream.name}/values")
         self._gathered = memory or Reused()
         self._read = Reused()
-        shards = [s for s in ledger.shards if self._names[0] in s.file]
-        shards = [shard for shard in shards if shard.record["first"] <= until]
-        self._files = [shard.file for shard in shards]
-        parts = [RowColumns(shard, stream.name).visits(until) for shard in shards]
+        self._shards = shards_of(ledger, stream, 1, until)
+        self._codec = _common_codec([shard.codec(stream.name) for shard in self._shards])
+        """How records are held once they are gathered."""
+        parts = [RowColumns(ledger, shard, stream).visits(until) for shard in self._shards]
         counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
         self._file = torch.arange(len(parts)).repeat_interleave(counts)
-        empty = torch.zeros(4, 0, dtype=torch.long)
-        self._start, self.records, self.steps, self.samples = torch.cat([empty, *parts], 1)
+        found = torch.cat([torch.zeros(4, 0, dtype=torch.long), *parts], 1)
+        self._start, self.records, self.steps, self.samples = found
         """Of each visit: its first record, how many it has, its step and its sample."""
 
     def __len__(self) -> int:
@@ -108,8 +108,11 @@ class Visits:
     @cached_property
     def cached(self) -> int:
         """How many of them are made rows at a time."""
-        record = (widen(torch.zeros(shape, dtype=dtype)) for shape, dtype in self._arrays(1))
-        made = expand(self.stream, *record)
+        columns = self._codec.arrays(*widths(self.stream)).items()
+        record = {
+            name: torch.zeros(1, column.width, dtype=column.dtype) for name, column in columns
+        }
+        made = expand(self.stream, *self._codec.decode(record, 0, 1))
         each = sum(rows.nbytes for rows in made if rows is not None)
         return max(1, CACHED_BYTES // max(1, each * self._longest))
 
@@ -119,7 +122,7 @@ class Visits:
 
     @property
     def _record_bytes(self) -> int:
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays(1))
+        return self._codec.bytes_per_row(*widths(self.stream))
 
     def last(self) -> Tensor:
         """(visits,): whether each is of the last step that saw its sample."""
@@ -144,19 +147,22 @@ class Visits:
             yield self.made(stored, begin, end)
             begin = end
 
-    def load(self, chosen: Tensor, with_keys: bool = True) -> list[Tensor]:
-        """The records of some visits, one visit after the other: keys, if needed, and values."""
-        sides = (0, 1) if with_keys or self.stream.layout else (1,)
-        stored = self._gathered([self._arrays(int(self.records[chosen].sum()))[s] for s in sides])
-        for side, into in zip(sides, stored, strict=True):
-            self._fill(into, self._names[side], chosen)
+    def load(self, chosen: Tensor, with_keys: bool = True) -> dict[str, Tensor]:
+        """The arrays of some visits' records, one visit after the other; keys only if needed."""
+        arrays = self._codec.arrays(*widths(self.stream))
+        if not (with_keys or self.stream.layout):
+            arrays = {name: arrays[name] for name in self._codec.value_arrays}
+        count = int(self.records[chosen].sum())
+        parts = self._gathered(
+            [((count, column.width), column.dtype) for column in arrays.values()]
+        )
+        stored = dict(zip(arrays, parts, strict=True))
+        self._fill(stored, chosen)
         return stored
 
-    def made(self, stored: Sequence[Tensor], begin: int, end: int) -> tuple[Tensor, Tensor]:
+    def made(self, stored: Mapping[str, Tensor], begin: int, end: int) -> tuple[Tensor, Tensor]:
         """The rows, keys and values, of some of the records that were loaded."""
-        values = widen(stored[-1][begin:end])
-        keys = widen(stored[0][begin:end]) if len(stored) == 2 else values[:, :0]
-        rows, errors = expand(self.stream, keys, values)
+        rows, errors = expand(self.stream, *self._codec.decode(stored, begin, end))
         assert errors is not None
         return rows, errors
 
@@ -170,45 +176,75 @@ class Visits:
         )
         return steps, samples, torch.arange(len(begin)) - begin
 
-    def _arrays(self, records: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of so many records, keys and values, as they are stored."""
-        found = []
-        for name in self._names if self._files else ():
-            entries = [file.entries[name] for file in self._files]
-            dtype = reduce(torch.promote_types, [entry.dtype for entry in entries])
-            found.append(((records, *entries[0].shape[1:]), dtype))
-        return found
-
-    def _fill(self, into: Tensor, name: str, chosen: Tensor) -> None:
+    def _fill(self, stored: Mapping[str, Tensor], chosen: Tensor) -> None:
         """The records of some visits, one visit after the other."""
         counts, (ordered, order) = self.records[chosen], chosen.sort()
         numbers, sizes = torch.unique_consecutive(self._file[ordered], return_counts=True)
         at, starts = (counts.cumsum(0) - counts)[order], self._start[ordered]
         columns = (torch.split(c, sizes.tolist()) for c in (at, starts, counts[order]))
         for number, *some in zip(numbers.tolist(), *columns, strict=True):
-            self._fill_from(self._files[number], into, name, *(column.numpy() for column in some))
+            shard, places = self._shards[number], [column.numpy() for column in some]
+            if shard.codec(self.stream.name) == self._codec:
+                for name, into in stored.items():
+                    self._fill_array(shard, into, f"{self.stream.name}/{name}", *places)
+            else:
+                self._fill_decoded(shard, stored, *places)
 
-    def _fill_from(
-        self, file: TensorFile, into: Tensor, name: str, at: Places, starts: Places, counts: Places
+    def _fill_array(
+        self, shard: Shard, into: Tensor, name: str, at: Places, starts: Places, counts: Places
     ) -> None:
-        """From one file; large visits straight to where they belong."""
-        entry = file.entries[name]
-        if counts.min() * entry.row_bytes >= LARGE_BYTES and entry.dtype == into.dtype:
+        """One array from one file; large visits straight to where they belong."""
+        place = shard.file.arrays[name]
+        if counts.min() * place.row_bytes >= LARGE_BYTES:
             each = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
-            file.read_into(into, name, zip(at.tolist(), each, strict=True))
+            shard.file.read_into(into, name, zip(at.tolist(), each, strict=True))
             return
-        spans, begins = _spans(entry, starts, counts)
+        spans, begins = _spans(place, starts, counts)
         lengths = [stop - start for start, stop in spans]
-        (records,) = self._read([((sum(lengths), *entry.shape[1:]), entry.dtype)])
-        file.read_into(records, name, zip(accumulate(lengths, initial=0), spans, strict=False))
-        _copy(into, at, records.to(into.dtype), begins, counts)
+        (records,) = self._read([((sum(lengths), *place.shape[1:]), place.dtype)])
+        shard.file.read_into(
+            records, name, zip(accumulate(lengths, initial=0), spans, strict=False)
+        )
+        _copy(into, at, records, begins, counts)
+
+    def _fill_decoded(
+        self, shard: Shard, stored: Mapping[str, Tensor], at: Places, starts: Places, counts: Places
+    ) -> None:
+        """From a file that another codec keeps, visit by visit."""
+        names = stored_arrays(shard, self.stream)
+        for to, start, count in zip(at.tolist(), starts.tolist(), counts.tolist(), strict=True):
+            arrays = {
+                name: shard.file.read(f"{self.stream.name}/{name}", start, start + count)
+                for name in names
+            }
+            rows = shard.codec(self.stream.name).decode(arrays, 0, count)
+            for name, encoded in self._codec.encode(rows).items():
+                if name in stored:
+                    stored[name][to : to + count] = encoded
 
 
-def _spans(entry: Entry, starts: Places, counts: Places) -> tuple[list[tuple[int, int]], Places]:
+def _common_codec(codecs: Sequence[Codec]) -> Codec:
+    """What all visits are gathered in: the codec they share, or else the rows as they decode."""
+    if not codecs:
+        return Exact()
+    if len(set(codecs)) == 1:
+        return codecs[0]
+    sides = [[codec.recorded[side] for codec in codecs] for side in (0, 1)]
+    keys, values = (reduce(torch.promote_types, [torch.float32, *side]) for side in sides)
+    places = not any(dtype.is_floating_point for dtype in sides[0])
+    empty = Records(
+        torch.empty(0, dtype=torch.int64 if places else keys), torch.empty(0).to(values)
+    )
+    return Exact.for_records(empty)
+
+
+def _spans(
+    place: ArrayPlace, starts: Places, counts: Places
+) -> tuple[list[tuple[int, int]], Places]:
     """What to read of some visits, in order: ranges of records; and where visits then begin."""
     ends = starts + counts
     gaps = starts[1:] - ends[:-1]
-    cuts = np.flatnonzero(gaps * entry.row_bytes > GAP_BYTES)
+    cuts = np.flatnonzero(gaps * place.row_bytes > GAP_BYTES)
     first, last = [0, *(cuts + 1).tolist()], [*cuts.tolist(), len(starts) - 1]
     spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
     skipped = np.zeros_like(starts)

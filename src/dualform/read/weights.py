@@ -30,13 +30,26 @@ def initial_part(accounting: Accounting, book: Book) -> Tensor:
 def step_part(accounting: Accounting, book: Book) -> Tensor:
     """The sum of the changes that were booked by step, in float64."""
     total, counts = torch.zeros(book.shape, dtype=torch.float64), accounting.changes()
-    for shard in accounting.ledger.shards:
-        if f"{book.name}/changes" in shard.file:
-            steps = shard.file.read(f"{book.name}/change_steps")
-            for at in torch.nonzero(steps <= accounting.until).flatten().tolist():
-                change = shard.file.read(f"{book.name}/changes", at, at + 1)[0].double()
-                total += counts[int(steps[at])] * change
+    for step, change in accounting.ledger.changes(book, 1, accounting.until):
+        total += counts[step] * change.double()
     return total
+
+
+def residual_part(accounting: Accounting, book: Book) -> Tensor:
+    """What entries that are less than the rows leave of a parameter, in float64."""
+    total = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
+    if accounting.ledger.has_residual(book):
+        for span in accounting.spans([book]):
+            operators = span.coefficients[book.name].operators
+            for step, residual in accounting.ledger.residuals(book, span.first, span.last):
+                if step in operators:
+                    total += apply(operators[step], residual.to(total))
+    return total.cpu()
+
+
+def sampleless_part(accounting: Accounting, book: Book) -> Tensor:
+    """What is booked by step and belongs to no sample: observed changes and residuals."""
+    return step_part(accounting, book) + residual_part(accounting, book)
 
 
 def row_parts(accounting: Accounting, books: Sequence[Book], samples: Tensor) -> dict[str, Tensor]:
@@ -79,7 +92,7 @@ def balance(accounting: Accounting, book: Book) -> tuple[Tensor, Tensor]:
     """A parameter as its book adds up to it, and its first value's part of that, in float64."""
     if accounting.rule.by_numbers:
         initial = initial_part(accounting, book)
-        whole = _row_part(accounting, book, None) + initial
+        whole = _row_part(accounting, book, None) + residual_part(accounting, book) + initial
     else:
         whole, initial, _ = Forward(accounting, book).sums()
     return whole + step_part(accounting, book), initial

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
+from dualform.ledger.codecs import codec_named
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.optimizers import Rule, rule_for
 from dualform.recording.advice import Advice
@@ -72,8 +73,9 @@ class Recorder:
         overwrite: bool = False,
         buffer_bytes: int = 128 << 20,
         strict: bool = False,
+        codec: str = "exact",
     ) -> None:
-        self.path = path
+        self.path, self._codec = path, codec_named(codec)
         self.step = 0
         """How many optimizer steps are recorded."""
         self._model, self._optimizer = model, torch_optimizer(optimizer)
@@ -117,10 +119,9 @@ class Recorder:
         self._advice = Advice(plan, type(optimizer).__name__, self._books.trained, harmless=NOISY)
         booked = plan.parameters if rule.fields else {}
         self._watch = Watch(model, booked, self.step + 1, opened.streams, self._guard)
-        met, ports = (opened.samples, opened.numbered), self._watch.ports.all
-        refused, glances = self._watch.owners.refused, self._books.glances
-        reconciler = Reconciler(plan, rule, optimizer)
-        self._settler = Settler(plan, ports, *met, refused, glances, reconciler, self._advice)
+        ports, samples = self._watch.ports.all, opened.samples
+        seen = (self._watch.owners.refused, self._books.glances, Reconciler(plan, rule, optimizer))
+        self._settler = Settler(plan, ports, samples, self._codec, *seen, self._advice)
         self._verifier = Verifier(self._books, self._watch, self._settler, rule, self._naming)
         parameters = plan.parameters.values()
         self._delivery = Delivery(self._writer, self._settler, self._watch.ports.pool, parameters)
@@ -274,8 +275,7 @@ class Recorder:
         """
         if not (ending or self._steps) and self._watch.is_midway:
             return  # then it belongs to the step under way
-        changes = self._books.late_changes()
-        if not changes:
+        if not (changes := self._books.late_changes()):
             return
         if not self._steps or self._books.are_by_row(changes, self._steps[-1].states):
             self.step += 1

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NonFiniteError
-from dualform.ledger import Block, Declaration, SampleTable
-from dualform.ledger.samples import encode_ids
+from dualform.ledger import Block, Codec, Declaration, SampleTable
+from dualform.ledger.ids import encode_ids
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.owners import Batch
 from dualform.recording.advice import Advice
 from dualform.recording.batch_sizes import BatchSizes
+from dualform.recording.entries import Entries
 from dualform.recording.glance import Glance, Glances
 from dualform.recording.plan import Plan
 from dualform.recording.ports import Port
@@ -53,7 +54,7 @@ class Settler:
         plan: Plan,
         ports: Sequence[Port],
         samples: SampleTable,
-        numbered: int,
+        codec: type[Codec],
         refused: Mapping[str, str],
         glances: Glances,
         reconciler: Reconciler,
@@ -63,11 +64,12 @@ class Settler:
         self._batch_sizes = BatchSizes()
         self._plan, self._ports, self._refused = plan, ports, refused
         self._glances, self._last = glances, glances.take()
-        self._samples = samples
-        self._numbered = numbered
+        self._samples, self._codec = samples, codec
         self._numbers: dict[int, Tensor] = {}
         """Of batches without ids, the numbers that their samples were given."""
-        self._declared: set[str] = set()
+        self._declared: dict[str, Codec] = {}
+        """The streams that were declared, each with the codec that keeps its rows."""
+        self._books = {book.name: book for book in plan.books}
         self._column = {book.name: index for index, book in enumerate(plan.books)}
         self.failed: set[str] = set()
         """Books newly found to have rows that do not explain their gradient."""
@@ -89,7 +91,7 @@ class Settler:
         steps, error = finite_steps(steps, probes)
         if not steps:
             return None, error
-        arrays: dict[str, list[Tensor]] = {}
+        entries = Entries(self._codec, steps[0].number, self._books)
         notes = [note for step in steps for note in step.notes]
         factors = torch.zeros(len(steps), len(self._plan.books), dtype=torch.float64)
         notes += self._note_outside(steps, span, None if last else now)
@@ -111,7 +113,9 @@ class Settler:
                 else:
                     self._broken |= set(books)
                     evidence[at] = replace(account, feeds=[])
-            arrays.update(self._row_arrays(steps, evidence))
+                entries.add(evidence[at])
+        kept = {**entries.arrays, **entries.residual_arrays()}
+        arrays = {name: [to_host(part) for part in parts] for name, parts in kept.items()}
         self._advice.lost(notes)
         self._observed = {n for n, at in self._column.items() if steps[-1].states[at] == OBSERVED}
         if error is None:
@@ -119,15 +123,15 @@ class Settler:
         arrays.update(self._sample_arrays(pages, arrays))
         arrays.update(_step_arrays(steps, factors))
         return Block(
-            steps[0].number, steps[-1].number, arrays, notes, self._new_streams(arrays)
+            steps[0].number, steps[-1].number, arrays, notes, self._new_streams(entries.codecs)
         ), error
 
-    def _new_streams(self, arrays: dict[str, list[Tensor]]) -> list[Declaration]:
-        """Streams whose first rows are among these, in the order of the model."""
-        names = {name.removesuffix("/segments") for name in arrays if name.endswith("/segments")}
-        new = [p for p in self._ports if p.stream.name in names - self._declared]
-        self._declared |= names
-        return [port.declaration for port in sorted(new, key=lambda port: port.order)]
+    def _new_streams(self, codecs: Mapping[str, Codec]) -> list[Declaration]:
+        """Streams that have rows for the first time, or by another codec; in the model's order."""
+        new = {name for name, codec in codecs.items() if self._declared.get(name) != codec}
+        self._declared.update(codecs)
+        ports = sorted((p for p in self._ports if p.stream.name in new), key=lambda p: p.order)
+        return [replace(port.declaration, codec=codecs[port.stream.name]) for port in ports]
 
     def evidence(
         self, steps: Sequence[Step], pages: Pages, probes: Mapping[str, Tensor]
@@ -287,20 +291,6 @@ class Settler:
         found = self._glances.differing([self._last], [now], span[0])
         return not (found.keys() & span[0].keys() <= self._broken | self._observed)
 
-    def _row_arrays(
-        self, steps: Sequence[Step], evidence: Sequence[Evidence]
-    ) -> dict[str, list[Tensor]]:
-        arrays: dict[str, list[Tensor]] = {}
-        offset = torch.tensor([steps[0].number, 0, 0])
-        for account in evidence:
-            for feed, rows in account.pieces:
-                if len(rows.counts):
-                    name = feed.stream.name
-                    arrays.setdefault(f"{name}/keys", []).append(to_host(rows.keys))
-                    arrays.setdefault(f"{name}/values", []).append(to_host(rows.values))
-                    arrays.setdefault(f"{name}/segments", []).append(rows.segments + offset)
-        return {name: _one_dtype(parts) for name, parts in arrays.items()}
-
     def _sample_arrays(
         self, pages: Pages, arrays: dict[str, list[Tensor]]
     ) -> dict[str, list[Tensor]]:
@@ -325,8 +315,7 @@ class Settler:
         if batch.ids is not None:
             return self._samples.numbers(batch.ids)
         if batch.number not in self._numbers:  # rows of one batch may be parts of several
-            first, self._numbered = self._numbered, self._numbered + batch.size
-            self._numbers[batch.number] = torch.arange(first, self._numbered)
+            self._numbers[batch.number] = self._samples.count(batch.size)
         return self._samples.numbers(self._numbers[batch.number])
 
 
@@ -334,12 +323,6 @@ def _observed(steps: Sequence[Step], name: str, before: Tensor) -> Tensor:
     """What a book was before these steps, with the changes that were observed; itself if none."""
     changes = [step.changes[name] for step in steps if name in step.changes]
     return functools.reduce(torch.add, changes, before.double()) if changes else before
-
-
-def _one_dtype(parts: list[Tensor]) -> list[Tensor]:
-    """Parts of one array share a dtype; autocast may have been switched between them."""
-    widest = functools.reduce(torch.promote_types, [part.dtype for part in parts])
-    return [part.to(widest) for part in parts]
 
 
 def _step_arrays(steps: Sequence[Step], factors: Tensor) -> dict[str, list[Tensor]]:

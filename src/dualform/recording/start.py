@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
-from dualform.ledger.samples import decode_ids
 from dualform.optimizers import Rule, StateRule
 from dualform.recording.kept import buffered, memories, snapshot
 from dualform.recording.plan import Plan, state_tensors
@@ -28,7 +27,6 @@ class Opened:
 
     writer: LedgerWriter
     samples: SampleTable
-    numbered: int = 0
     by_step: frozenset[str] = frozenset()
     """Books that were already kept by step."""
     streams: tuple[Declaration, ...] = ()
@@ -67,15 +65,13 @@ def resume_run(
         writer.weights(step, snapshot(model) | memories(optimizer, plan, rule), "resume")
         writer.flush()
     ledger = Ledger(path)  # as it reads now, without what was written beyond that step
-    batches = ledger.column("batches")
-    numbered = int(batches[:, 1].sum()) if len(batches) else 0
-    strings = decode_ids(ledger)
-    kind = (int if strings is None else str) if len(batches) else None
+    samples, strings = ledger.samples(), ledger.ids.by_rank.get(writer.rank, [])
+    kind = (str if ledger.ids.strings else int) if len(samples) else None
     by_step = frozenset(note["book"] for note in ledger.notes)
-    table = SampleTable(strings or (), kind)
-    samples = ledger.column("samples")
-    named = strings is not None or not torch.equal(samples, torch.arange(len(samples)))
-    return Opened(writer, table, numbered, by_step, ledger.info.declarations, named)
+    counted = int(samples.max()) + 1 if len(samples) else 0
+    table = SampleTable(strings, kind, writer.rank, writer.of, counted)
+    named = bool(ledger.ids.strings) or not torch.equal(samples, torch.arange(len(samples)))
+    return Opened(writer, table, by_step, ledger.info.declarations, named)
 
 
 def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
@@ -91,11 +87,6 @@ def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
 
 
 def _check_same(ledger: Ledger, plan: Plan, rule: Rule) -> None:
-    if ledger.info.accounts:
-        raise ModelMismatchError(
-            f"cannot go on with '{ledger.path}': it has format 1, which is only read; "
-            "record into another path."
-        )
     if ledger.info.rule != rule.name:
         raise ModelMismatchError(
             f"cannot go on with '{ledger.path}': it was recorded by the rule '{ledger.info.rule}', "

@@ -1,8 +1,9 @@
-"""Contracts that a new layer kind, form, rule, operator or ledger inherits.
+"""Contracts that a new layer kind, form, rule, operator, codec or ledger inherits.
 
 They need pytest, which the package itself does not.
 """
 
+from dualform.testing.codecs import CodecContract
 from dualform.testing.forms import FormContract
 from dualform.testing.layers import LayerContract
 from dualform.testing.ledgers import LedgerContract
@@ -11,6 +12,7 @@ from dualform.testing.optimizers import RuleContract
 from dualform.testing.training import Loop, tiny_run, train
 
 __all__ = [
+    "CodecContract",
     "FormContract",
     "LayerContract",
     "LedgerContract",

@@ -1,4 +1,4 @@
-"""Shards under way: written side by side, committed in order."""
+"""Files under way: written side by side, committed in order."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dualform.ledger.background import compute_alone
 Record: TypeAlias = dict[str, Any]
 
 
-class Shards:
-    """Writes shards on threads of its own; each is committed once those before it are.
+class CommitQueue:
+    """Writes files on threads of its own; each is committed once those before it are.
 
     >>> log = []
-    >>> shards = Shards(2)
+    >>> queue = CommitQueue(2)
     >>> for name in "abc":
-    ...     shards.begin(lambda name=name: {"file": name}, log.append)
-    >>> shards.wait(); log
+    ...     queue.begin(lambda name=name: {"file": name}, log.append)
+    >>> queue.wait(); log
     [{'file': 'a'}, {'file': 'b'}, {'file': 'c'}]
     """
 
     def __init__(self, side_by_side: int) -> None:
         self._side_by_side = side_by_side
         self._threads = ThreadPoolExecutor(
-            max(1, side_by_side), "dualform-shard", initializer=compute_alone
+            max(1, side_by_side), "dualform-files", initializer=compute_alone
         )
         self._under_way: deque[tuple[Future[Record], Callable[[Record], None]]] = deque()
         self._lock = Lock()
@@ -45,7 +45,7 @@ class Shards:
         self._wait(0)
 
     def close(self) -> None:
-        """Lets the shards that are under way end, and with them the threads."""
+        """Lets what is under way end, and then the threads."""
         self._threads.shutdown()
 
     def _wait(self, left: int) -> None:
@@ -56,7 +56,7 @@ class Shards:
             raise self._error
 
     def _first(self, left: int) -> Future[Record] | None:
-        """The shard to wait for until only so many are left, or until one has failed."""
+        """The file to wait for until only so many are left, or until one has failed."""
         with self._lock:
             waiting = len(self._under_way) > left and self._error is None
             return self._under_way[0][0] if waiting else None

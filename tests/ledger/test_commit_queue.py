@@ -1,4 +1,4 @@
-"""Shards that are written side by side are committed in order, and none after one that failed."""
+"""Files that are written side by side are committed in order, and none after one that failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from dualform.errors import LedgerError
 from dualform.ledger import Block, Ledger, LedgerWriter, RunInfo, writer
-from dualform.ledger.shards import Record, Shards
+from dualform.ledger.commit_queue import CommitQueue, Record
 
 PATIENCE = 30.0
 
@@ -25,8 +25,8 @@ class Disk:
         self.begun = [threading.Event() for _ in range(count)]
         self.log: list[Record] = []
 
-    def begin(self, shards: Shards, number: int) -> None:
-        shards.begin(lambda: self._write(number), self.log.append)
+    def begin(self, queue: CommitQueue, number: int) -> None:
+        queue.begin(lambda: self._write(number), self.log.append)
 
     def _write(self, number: int) -> Record:
         self.begun[number].set()
@@ -35,26 +35,26 @@ class Disk:
 
 
 def test_commits_come_in_order_whichever_write_ends_first() -> None:
-    shards, disk = Shards(3), Disk(3)
+    queue, disk = CommitQueue(3), Disk(3)
     for number in range(3):
-        disk.begin(shards, number)
+        disk.begin(queue, number)
     assert all(begun.wait(PATIENCE) for begun in disk.begun)  # side by side
     disk.may_end[2].set()
     disk.may_end[1].set()
     assert disk.log == []
     disk.may_end[0].set()
-    shards.wait()
+    queue.wait()
     assert disk.log == [{"file": number} for number in range(3)]
-    shards.close()
+    queue.close()
 
 
 @pytest.mark.parametrize("side_by_side", [0, 1, 2])
 def test_too_many_have_to_wait(side_by_side: int) -> None:
-    shards, disk = Shards(side_by_side), Disk(side_by_side + 1)
+    queue, disk = CommitQueue(side_by_side), Disk(side_by_side + 1)
     for number in range(side_by_side):
-        disk.begin(shards, number)
+        disk.begin(queue, number)
     with ThreadPoolExecutor(1) as other:
-        one_more = other.submit(disk.begin, shards, side_by_side)
+        one_more = other.submit(disk.begin, queue, side_by_side)
         with pytest.raises(TimeoutError):  # a begin that does not wait returns in microseconds
             one_more.result(0.5)
         assert disk.log == []
@@ -63,18 +63,18 @@ def test_too_many_have_to_wait(side_by_side: int) -> None:
     assert disk.log == [{"file": 0}]
     for may_end in disk.may_end:
         may_end.set()
-    shards.wait()
-    shards.close()
+    queue.wait()
+    queue.close()
 
 
 @pytest.mark.parametrize("side_by_side", [0, 1, 3])
 def test_many_in_a_hurry(side_by_side: int) -> None:
     """Writes that end at any moment, also just when somebody begins to wait for them."""
-    shards, log = Shards(side_by_side), list[Record]()
+    queue, log = CommitQueue(side_by_side), list[Record]()
     for number in range(3000):
-        shards.begin(lambda number=number: {"file": number}, log.append)
-    shards.wait()
-    shards.close()
+        queue.begin(lambda number=number: {"file": number}, log.append)
+    queue.wait()
+    queue.close()
     assert [record["file"] for record in log] == list(range(3000))
 
 

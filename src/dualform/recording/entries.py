@@ -1,0 +1,90 @@
+"""Entries: what is kept of a step's rows, and the residual that they leave."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dualform.layers import expand
+from dualform.ledger import Book, Codec, Records, Stream, Term
+from dualform.memory.blocks import from_matrix, matrix_shape
+from dualform.memory.forms import form_named
+from dualform.recording.probe import Evidence, Feed, StreamRows
+
+
+@dataclass
+class Entries:
+    """The rows of some steps as a codec keeps them, and what that leaves of their sums."""
+
+    kind: type[Codec]
+    first: int
+    """The number of the first step."""
+    books: Mapping[str, Book]
+    arrays: dict[str, list[Tensor]] = field(default_factory=dict)
+    """The arrays of a shard, in parts."""
+    codecs: dict[str, Codec] = field(default_factory=dict)
+    """How the rows of each stream are kept, by the stream's name."""
+    residuals: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """For each book and step, the sum of the rows less that of the entries, in float64."""
+
+    def add(self, account: Evidence) -> None:
+        """Encodes the rows of an account."""
+        for feed in account.feeds:
+            pieces = [rows for rows in feed.pieces if len(rows.counts)]
+            if pieces:
+                recorded = _of_one_dtype(pieces)
+                self.codecs[feed.stream.name] = self.kind.for_records(recorded[0])
+                for rows, records in zip(pieces, recorded, strict=True):
+                    self._encode(feed, rows, records)
+
+    def residual_arrays(self) -> dict[str, list[Tensor]]:
+        """The residuals as arrays of a shard, in the type of the book but at least 32 bits."""
+        arrays: dict[str, list[Tensor]] = {}
+        for name, found in self.residuals.items():
+            own = getattr(torch, self.books[name].dtype)
+            dtype = torch.promote_types(own, torch.float32)
+            arrays[f"{name}/residuals"] = [found[step].to(dtype)[None] for step in sorted(found)]
+            arrays[f"{name}/residual_steps"] = [torch.tensor(sorted(found))]
+        return arrays
+
+    def _encode(self, feed: Feed, rows: StreamRows, records: Records) -> None:
+        name, codec = feed.stream.name, self.codecs[feed.stream.name]
+        encoded = codec.encode(records)
+        for array, part in encoded.items():
+            self.arrays.setdefault(f"{name}/{array}", []).append(part)
+        segments = rows.segments + torch.tensor([self.first, 0, 0])
+        self.arrays.setdefault(f"{name}/segments", []).append(segments)
+        if not codec.leaves_residual:
+            return
+        decoded, steps = codec.decode(encoded, 0, len(records.keys)), rows.at.to(rows.keys.device)
+        for at in sorted(set(rows.at.tolist())):
+            own = steps == at
+            for book, term in feed.terms.items():
+                residual = _total(self.books[book], feed.stream, term, records, own)
+                residual -= _total(self.books[book], feed.stream, term, decoded, own)
+                found = self.residuals.setdefault(book, {})
+                found[self.first + at] = found.get(self.first + at, 0) + residual
+
+
+def _of_one_dtype(pieces: Sequence[StreamRows]) -> list[Records]:
+    """Parts of one array share a dtype; autocast may have been switched between them."""
+    keys, values = (
+        functools.reduce(torch.promote_types, [getattr(rows, side).dtype for rows in pieces])
+        for side in ("keys", "values")
+    )
+    return [Records(rows.keys.to(keys), rows.values.to(values)) for rows in pieces]
+
+
+def _total(book: Book, stream: Stream, term: Term, records: Records, own: Tensor) -> Tensor:
+    """What some records add up to, in the shape of a book, in float64."""
+    keys, values = expand(stream, records.keys[own], records.values[own].double())
+    assert values is not None
+    keys = keys.double() if keys.is_floating_point() else keys.long()
+    sides = form_named(term.form).rows(keys, values, term.groups, term.at)
+    ones = torch.ones(len(values), dtype=torch.float64, device=values.device)
+    shape = matrix_shape(book.shape, term.view, term.groups)
+    return from_matrix(sides.total(ones, shape), book.shape, term.view, term.groups)
