@@ -140,8 +140,8 @@ def test_texts_are_highlighted_where_they_act(words: Exhibit, digits: Exhibit) -
 
 def test_patches_lie_in_a_grid(patches: Exhibit) -> None:
     explorer = Explorer(patches)
-    assert [layer["grid"] for layer in explorer.view("run", {})["layers"]] == [[6, 6], None]
-    assert explorer.view("acts", {"query": "0", "layer": "0", "id": "3"})["grid"] == [6, 6]
+    assert [layer["grid"] for layer in explorer.view("run", {})["layers"]] == [(6, 6), None]
+    assert explorer.view("acts", {"query": "0", "layer": "0", "id": "3"})["grid"] == (6, 6)
 
 
 def test_groups_are_sums_by_label(explorer: Explorer) -> None:
