@@ -48,20 +48,17 @@ def make_exhibit(run: Run, model: str | None, inputs: Path | None, encode: str |
         return Exhibit(run)
     arrays = _arrays(inputs)
     encoder = None if encode is None else imported("--encode", encode)
-    built, shown = _trained(run, model), _shown(arrays, inputs)
-    return Exhibit(run, built, _tensor(arrays, built), shown, encoder)
-
-
-def _shown(arrays: Mapping[str, np.ndarray[Any, Any]], inputs: Path) -> list[Query]:
-    count, stem = len(arrays["x"]), inputs.stem
-    titles = arrays.get("titles", np.array([f"{stem} {at}" for at in range(count)])).tolist()
+    built, count = _trained(run, model), len(arrays["x"])
+    numbered = np.array([f"{inputs.stem} {at}" for at in range(count)])
+    titles = arrays.get("titles", numbered).tolist()
     labels = arrays["labels"].tolist() if "labels" in arrays else [None] * count
     if not len(titles) == len(labels) == count:
         raise ReadingError(
             f"--input {inputs}: {count} queries, {len(labels)} labels and {len(titles)} titles; "
             "give one each."
         )
-    return [Query(str(title), label) for title, label in zip(titles, labels, strict=True)]
+    queries = [Query(str(title), label) for title, label in zip(titles, labels, strict=True)]
+    return Exhibit(run, built, _tensor(arrays, built), queries, encoder)
 
 
 def _arrays(inputs: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -86,16 +83,7 @@ def _tensor(arrays: Mapping[str, np.ndarray[Any, Any]], model: nn.Module) -> tor
 
 
 def _trained(run: Run, model: str) -> nn.Module:
-    built = _build(model)
-    try:
-        built.load_state_dict(run.state_dict(), strict=False)
-    except RuntimeError as error:
-        first = str(error).partition("\n")[2].partition("\n")[0].strip()
-        raise ModelMismatchError(f"--model {model} is not the recorded model: {first}") from error
-    return built.eval()
-
-
-def _build(model: str) -> nn.Module:
+    """The model as a function of the user's builds it, with the weights of the run."""
     try:
         built = imported("--model", model)()
     except TypeError as error:
@@ -107,7 +95,12 @@ def _build(model: str) -> nn.Module:
         raise ReadingError(
             f"--model {model} returned a {type(built).__name__}; expected a torch.nn.Module."
         )
-    return built
+    try:
+        built.load_state_dict(run.state_dict(), strict=False)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[2].partition("\n")[0].strip()
+        raise ModelMismatchError(f"--model {model} is not the recorded model: {first}") from error
+    return built.eval()
 
 
 def imported(what: str, name: str) -> Any:

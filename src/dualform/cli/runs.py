@@ -36,7 +36,16 @@ def info(run: Path, check: bool, as_json: bool) -> None:
     problems = opened.check() if check else [problem for _, problem in ledger.damage]
     facts: dict[str, Any] = {"problems": problems} if check or problems else {}
     with suppress(CorruptError) if problems else nullcontext():  # they are said below
-        facts = _facts(opened, ledger) | facts
+        facts = {
+            "steps": opened.steps,
+            "unfinished": ledger.unfinished,
+            "kept_steps": opened.kept_steps,
+            "samples": len(opened.ids),
+            "layers": opened.layers,
+            "bytes": opened.nbytes,
+            **opened.info.metadata,
+            **facts,
+        }
         if not as_json:
             print_results(opened)
             if ledger.unfinished:
@@ -47,18 +56,6 @@ def info(run: Path, check: bool, as_json: bool) -> None:
         click.echo("Every committed byte is as it was written.")
     if problems:
         raise DualformError(f"{len(problems)} damaged: {' '.join(problems)}")
-
-
-def _facts(opened: Run, ledger: Ledger) -> dict[str, Any]:
-    return {
-        "steps": opened.steps,
-        "unfinished": ledger.unfinished,
-        "kept_steps": opened.kept_steps,
-        "samples": len(opened.ids),
-        "layers": opened.layers,
-        "bytes": opened.nbytes,
-        **opened.info.metadata,
-    }
 
 
 @click.command()

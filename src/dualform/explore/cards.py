@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
-from dualform.explore.contract import EvidenceCard, ImagePreview, NumbersPreview, PreviewCard
+from dualform.explore.contract import EvidenceCard, ImagePreview, PreviewCard
 from dualform.ledger.samples import Preview
 from dualform.read import Run
 from dualform.read.scores import Array
@@ -48,7 +48,11 @@ def preview_card(preview: Preview | None, whose: str) -> PreviewCard | None:
     if preview.kind == "image":
         return _image(preview.data, whose)
     if preview.kind == "numbers":
-        return _numbers(torch.as_tensor(preview.data).double().flatten())
+        values = torch.as_tensor(preview.data).double().flatten()
+        if not len(values):
+            return None
+        chosen = np.linspace(0, len(values) - 1, min(len(values), MOST_NUMBERS)).round()
+        return {"kind": "numbers", "values": values.nan_to_num()[chosen.astype(int)].tolist()}
     if preview.kind == "text":
         return {"kind": "text", "text": shorten(preview.data, LONGEST_TEXT)}
     raise ReadingError(
@@ -70,13 +74,6 @@ def _image(data: Any, whose: str) -> ImagePreview:
     source = "data:image/png;base64," + b64encode(png(data)).decode()
     crisp = max(height, width) <= CRISP
     return {"kind": "image", "source": source, "crisp": crisp, "width": width, "height": height}
-
-
-def _numbers(values: Tensor) -> NumbersPreview | None:
-    if not len(values):
-        return None
-    chosen = np.linspace(0, len(values) - 1, min(len(values), MOST_NUMBERS)).round().astype(int)
-    return {"kind": "numbers", "values": values.nan_to_num()[chosen].tolist()}
 
 
 def plain_label(label: Any) -> Any:
@@ -107,9 +104,8 @@ def png(pixels: Tensor) -> bytes:
     color = 2 if pixels.ndim == 3 else 0
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
     chunks = {b"IHDR": header, b"IDAT": zlib.compress(unfiltered, 9), b"IEND": b""}
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks.items())
-
-
-def _chunk(name: bytes, data: bytes) -> bytes:
-    checksum = zlib.crc32(name + data)
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
+    parts = [b"\x89PNG\r\n\x1a\n"]
+    for name, data in chunks.items():
+        checksum = struct.pack(">I", zlib.crc32(name + data))
+        parts += [struct.pack(">I", len(data)), name, data, checksum]
+    return b"".join(parts)

@@ -47,7 +47,7 @@ class Subject:
 
     name: str
     """As the URL has it: "12", "sample:7", "image:…", "text:…"."""
-    shown: Query
+    query: Query
     x: Any = None
     sample: SampleId | None = None
 
@@ -58,7 +58,7 @@ class Exhibit:
     >>> from dualform.testing import tiny_run
     >>> run, model, x = tiny_run()
     >>> exhibit = Exhibit(run, model, x[:2], [Query("one"), Query("two", label=1)])
-    >>> len(exhibit), exhibit.subject("1").shown.label, exhibit.subject("sample:7").sample
+    >>> len(exhibit), exhibit.subject("1").query.label, exhibit.subject("sample:7").sample
     (2, 1, 7)
 
     Args:
@@ -134,7 +134,7 @@ class Exhibit:
 
     def words(self, at: int) -> str:
         """What a query can be searched by, in lower case."""
-        query = self._queries[at] if len(self) else self.some([at])[0].shown
+        query = self._queries[at] if len(self) else self.some([at])[0].query
         text = query.preview.data if query.preview and query.preview.kind == "text" else ""
         label = "" if query.label is None else plain_label(query.label)
         return f"{query.title} {label} {text}".lower()
@@ -151,7 +151,7 @@ class Exhibit:
 
     def card(self, subject: Subject) -> QueryCard:
         """What to show of a query, as JSON."""
-        shown, predicted = subject.shown, self._predicted(subject)
+        shown, predicted = subject.query, self._predicted(subject)
         title = shorten(shown.title, LONGEST_NAME)
         return {
             "query": subject.name,
@@ -189,7 +189,10 @@ class Exhibit:
         """Whether labels are numbers of the model's outputs."""
         given = {plain_label(query.label) for query in self._queries}
         labels = (given | set(self.run.samples.labels.values())) - {None}
-        return self._width > 1 and bool(labels) and all(_is_unit(la, self._width) for la in labels)
+        if not labels or self._width < 2:
+            return False
+        numbers = [la for la in labels if isinstance(la, int) and not isinstance(la, bool)]
+        return len(numbers) == len(labels) and all(0 <= la < self._width for la in numbers)
 
     @cached_property
     def predictions(self) -> list[int] | None:
@@ -278,7 +281,3 @@ class Exhibit:
 def _any_number(output: Any) -> Tensor:
     """A target for those who ask for none: they want queries one by one."""
     return output_tensor(output).flatten()[:1].sum()
-
-
-def _is_unit(label: Any, width: int) -> bool:
-    return isinstance(label, int) and not isinstance(label, bool) and 0 <= label < width

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualform.explore.cards import LONGEST_NAME, plain_label, shorten
-from dualform.explore.contract import Ask, LayerFacts, QuestionCard, RunView
+from dualform.explore.contract import Ask, QuestionCard, RunView
 from dualform.explore.exhibit import Exhibit
 from dualform.ledger import Stream
 from dualform.read import Run
@@ -46,6 +46,18 @@ def run_facts(exhibit: Exhibit) -> RunView:
     run = exhibit.run
     counts = Counter(plain_label(run.samples.labels.get(name)) for name in run.ids)
     labels = sorted((la for la in counts if la is not None), key=lambda la: (str(type(la)), la))
+    questions: list[QuestionCard] = []
+    for ask, (title, meaning) in QUESTIONS.items():
+        known = ask in ("layer", "keys") or exhibit.model is not None
+        why = "" if known else f"It needs the model: {NEEDS_MODEL}."
+        card: QuestionCard = {
+            "ask": ask,
+            "title": title,
+            "meaning": meaning,
+            "available": known,
+            "why": why,
+        }
+        questions.append(card)
     return {
         "name": run.path.resolve().name,
         "runs": 1,
@@ -57,25 +69,24 @@ def run_facts(exhibit: Exhibit) -> RunView:
             "unit": "epoch" if run.bins.unit == "epoch" else "step",
             "edges": list(run.bins.edges),
         },
-        "layers": [_layer(run, stream) for stream in run.info.streams],
+        "layers": [
+            {
+                "name": stream.name,
+                "inputs": math.prod(stream.keys),
+                "outputs": stream.values[0] if stream.layout else math.prod(stream.values),
+                "rows": layer_rows(run, stream.name),
+                "places": layer_places(run, stream.name),
+                "grid": grid(stream),
+            }
+            for stream in run.info.streams
+        ],
         "columns": list(run.samples.columns),
         "labels": [{"label": label, "count": counts[label]} for label in labels],
         "classes": exhibit.classes,
-        "questions": [_question(ask, exhibit) for ask in QUESTIONS],
+        "questions": questions,
         "queries": exhibit.listed,
         "accepts": exhibit.accepts,
         "facts": _facts(run),
-    }
-
-
-def _layer(run: Run, stream: Stream) -> LayerFacts:
-    return {
-        "name": stream.name,
-        "inputs": math.prod(stream.keys),
-        "outputs": stream.values[0] if stream.layout else math.prod(stream.values),
-        "rows": layer_rows(run, stream.name),
-        "places": layer_places(run, stream.name),
-        "grid": grid(stream),
     }
 
 
@@ -94,13 +105,6 @@ def members_of(run: Run, column: str) -> dict[Any, NDArray[np.int64]]:
         found.setdefault(plain_label(known.get(name)), []).append(at)
     order = sorted(found, key=lambda value: (value is None, str(type(value)), value or 0))
     return {value: np.array(found[value]) for value in order}
-
-
-def _question(ask: Ask, exhibit: Exhibit) -> QuestionCard:
-    title, meaning = QUESTIONS[ask]
-    available = ask in ("layer", "keys") or exhibit.model is not None
-    why = "" if available else f"It needs the model: {NEEDS_MODEL}."
-    return {"ask": ask, "title": title, "meaning": meaning, "available": available, "why": why}
 
 
 def _facts(run: Run) -> dict[str, str]:

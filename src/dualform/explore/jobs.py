@@ -88,11 +88,11 @@ class Jobs:
             if job is None or job.unwanted:
                 job = self._running[key] = ViewJob()
                 job.future = self._pool.submit(job.work, make)
-                job.future.add_done_callback(lambda _: self._done(key, job))
+                job.future.add_done_callback(lambda _: self._remove(key, job))
             job.waiting += 1
             return job
 
-    def _done(self, key: Hashable, job: ViewJob) -> None:
+    def _remove(self, key: Hashable, job: ViewJob) -> None:
         with self._lock:
             if self._running.get(key) is job:
                 del self._running[key]

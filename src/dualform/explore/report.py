@@ -18,7 +18,6 @@ from dualform.explore.contract import (
     PreviewCard,
     ReportData,
     RunView,
-    SampleView,
 )
 from dualform.explore.exhibit import Exhibit
 from dualform.explore.page import report_page
@@ -99,7 +98,10 @@ class ReportContent:
                 answers.update(self._answer(*question))
                 progress.advance(1)
             self._add_previews(view("suspects", {"limit": str(SUSPECTS)})["samples"])
-            pages = {name: self._sample_page(name) for name in list(self._previews)[:PAGES]}
+            pages = dict[str, Any]()
+            for name in list(self._previews)[:PAGES]:
+                page = view("sample", {"id": name})
+                pages[name] = page | {side: page[side][:EFFECTS] for side in ("helps", "hurts")}
             self._add_all_previews()
             columns = self._run.samples.columns
             data: ReportData = {
@@ -183,11 +185,6 @@ class ReportContent:
             return {}
         found = {query: self._explorer.view("layers", {"query": query}) for query in own}
         return {f"{q}|{view['output']}": cast(LayersView, view) for q, view in found.items()}
-
-    def _sample_page(self, sample: str) -> SampleView:
-        page = self._explorer.view("sample", {"id": sample})
-        shorter = page | {side: page[side][:EFFECTS] for side in ("helps", "hurts")}
-        return cast(SampleView, shorter)
 
     def _add_previews(self, cards: Iterable[Mapping[str, Any]]) -> None:
         for card in cards:

@@ -176,7 +176,7 @@ class Explorer:
             "place": None if marks is None else question.place,
             "shared": answer.shared,
             "marks": marks,
-            "tokens": None if marks is None else pieces(subject.shown.preview, len(marks)),
+            "tokens": None if marks is None else pieces(subject.query.preview, len(marks)),
         }
 
     def _evidence(self, asked: Parameters) -> EvidenceView:

@@ -2,6 +2,7 @@
 import type {
   ActsView,
   AnswerView,
+  CarriedAnswer,
   EvidenceCard,
   EvidenceView,
   GroupView,
@@ -31,7 +32,6 @@ import {
 } from "./cells.ts"
 import { type Params, Refusal, type Source } from "./source.ts"
 
-type Kept = AnswerView & { cells: string | null }
 type Getters = { [P in ViewName]: (params: Params) => Views[P] }
 
 const SHOWN = 12
@@ -44,7 +44,7 @@ const ESTIMATE =
   "An estimate of what training without these samples would have led to; not an account."
 const LIVE = "`dualform view` on the run answers everything."
 
-export class CarriedSource implements Source {
+export class ReportSource implements Source {
   private readonly carried: ReportData
   private readonly rows: Map<string, number>
   /** All samples, the most suspicious first. */
@@ -278,14 +278,14 @@ export class CarriedSource implements Source {
     return cells
   }
 
-  private kept(params: Params): Kept {
+  private kept(params: Params): CarriedAnswer {
     const kept = this.find(params)
     if (kept) return kept
     throw new Refusal(`This report does not carry the answer to this question. ${LIVE}`)
   }
 
   /** The answer to a question, or to its default output: the first of the largest outputs. */
-  private find(params: Params): Kept | undefined {
+  private find(params: Params): CarriedAnswer | undefined {
     const { query, ask = "layer", output, place } = params
     const layer = params.layer ?? this.layerOf(String(ask))
     const all = Object.values(this.carried.answers).filter(
@@ -299,7 +299,7 @@ export class CarriedSource implements Source {
     return all.find((kept) => kept.output === kept.outputs[0]?.output) ?? all[0]
   }
 
-  private first(params: Params): Kept {
+  private first(params: Params): CarriedAnswer {
     return this.kept({ query: params.query, ask: "network" })
   }
 
