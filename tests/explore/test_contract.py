@@ -127,6 +127,17 @@ def test_what_is_made_from_the_contract_is_up_to_date() -> None:
         assert path.read_text("utf-8") == text, f"{path} is out of date: run `make frontend`."
 
 
+def test_every_parameter_is_documented() -> None:
+    """The table in the docs, what is read, and what the views say that they take."""
+    source = (SOURCE / "explore/parameters.py").read_text("utf-8")
+    read = set(re.findall(r'(?:get|_number)\("(\w+)"', source))
+    page = (ROOT / "docs/explorer-api.md").read_text("utf-8")
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"\w+", row)} == read
+    taken = set(re.findall(r"[?&)](\w+)=", "".join(re.findall(r"GET [^*\n]+", page))))
+    assert taken == read
+
+
 def test_the_front_end_declares_no_answers_of_its_own() -> None:
     declared = re.compile(r"^(?:export )?(?:interface|type) (\w+)", re.MULTILINE)
     names = set(declared.findall(typescript()))
