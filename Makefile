@@ -25,11 +25,11 @@ check: frontend
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python src/dualform/explore/typescript.py --write
 	$(BIN)/python hatch_build.py run --silent format
 
-# The explorer's page, and the types of its JSON; does nothing if it is newer than its sources.
+# The explorer's page; does nothing if it is newer than its sources.
 frontend: $(STAMP)
-	$(BIN)/python src/dualform/explore/typescript.py --write
 	$(BIN)/python hatch_build.py
 
 # The browser of the explorer's tests: one that is found, or else installed.

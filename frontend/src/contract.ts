@@ -1,4 +1,4 @@
-// Made from src/dualform/explore/contract.py by `make frontend`: change it there.
+// Made from src/dualform/explore/contract.py by `make format`: change it there.
 
 export type Id = number | string
 

@@ -124,7 +124,7 @@ def test_the_explorer_has_the_views_of_the_contract(digits: Exhibit) -> None:
 
 def test_what_is_made_from_the_contract_is_up_to_date() -> None:
     for path, text in written(ROOT).items():
-        assert path.read_text("utf-8") == text, f"{path} is out of date: run `make frontend`."
+        assert path.read_text("utf-8") == text, f"{path} is out of date: run `make format`."
 
 
 def test_every_parameter_is_documented() -> None:

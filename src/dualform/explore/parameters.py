@@ -26,7 +26,7 @@ class Parameters:
 
     question: Question
     """What is asked about the query; the query itself is a name here."""
-    given_query: str = ""
+    query_text: str = ""
     ids: tuple[str, ...] = ()
     """Training samples, by their ids as texts."""
     by: str = "label"
@@ -37,7 +37,7 @@ class Parameters:
     search: str = ""
     wrong: bool = False
     estimate: bool = False
-    given_span: str = ""
+    span_text: str = ""
     offset: int = 0
     limit: int = 50
 
@@ -73,9 +73,9 @@ class Parameters:
     @property
     def query(self) -> str:
         """The name of the query; see `Subject.name`."""
-        if not self.given_query:
+        if not self.query_text:
             raise ReadingError("'query' is missing; give query=…")
-        return self.given_query
+        return self.query_text
 
     def some_ids(self, most: int) -> tuple[str, ...]:
         """The ids, at least one."""
@@ -92,7 +92,7 @@ class Parameters:
 
     def span(self, bins: int) -> tuple[int, int] | None:
         """The first and the last bin; None where all are meant."""
-        text = self.given_span
+        text = self.span_text
         if not text:
             return None
         first, dash, last = text.partition("-")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 CONTRACT = Path(__file__).with_name("contract.py")
-BEGIN = "// Made from src/dualform/explore/contract.py by `make frontend`: change it there."
+BEGIN = "// Made from src/dualform/explore/contract.py by `make format`: change it there."
 PLAIN = {"int": "number", "float": "number", "str": "string", "bool": "boolean", "None": "null"}
 
 
