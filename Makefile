@@ -37,6 +37,7 @@ check: frontend
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python src/dualform/explore/typescript.py --write
 	$(BIN)/python hatch_build.py run --silent format
 
 # The explorer's page; does nothing if it is newer than its sources.

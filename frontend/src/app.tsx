@@ -8,7 +8,7 @@ import {
   useRef,
   useState,
 } from "preact/hooks"
-import type { RunFacts } from "./api.ts"
+import type { RunView } from "./contract.ts"
 import { ExplorerContext, paneOf, PaneContext, useExplorer } from "./context.ts"
 import { useFocusKept } from "./focus.ts"
 import { sentence } from "./load.ts"
@@ -96,7 +96,7 @@ function Opening() {
 
 function useRuns(open: (run: number) => Source) {
   const sources = useMemo(() => [open(0)], [open])
-  const [runs, setRuns] = useState<RunFacts[] | null>(null)
+  const [runs, setRuns] = useState<RunView[] | null>(null)
   const [firsts, setFirsts] = useState<string[]>([])
   const [failed, setFailed] = useState<string | null>(null)
   useEffect(() => {
@@ -113,7 +113,7 @@ function useRuns(open: (run: number) => Source) {
 }
 
 /** A run, and its first query. */
-async function facts(source: Source): Promise<[RunFacts, string]> {
+async function facts(source: Source): Promise<[RunView, string]> {
   const [run, { queries }] = await Promise.all([
     source.get("run", {}),
     source.get("queries", { limit: 1 }),

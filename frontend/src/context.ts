@@ -1,7 +1,7 @@
 // What every part of the page may ask for: the choices, the runs, and the pane it stands in.
 import { createContext } from "preact"
 import { useContext } from "preact/hooks"
-import type { RunFacts } from "./api.ts"
+import type { RunView } from "./contract.ts"
 import type { Source } from "./source/source.ts"
 import type { Asked, State, Which } from "./state.ts"
 
@@ -10,7 +10,7 @@ export interface Explorer {
   go(patch: Partial<State>, replace?: boolean): void
   link(patch: Partial<State>): string
   sources: readonly Source[]
-  runs: readonly RunFacts[]
+  runs: readonly RunView[]
   /** The first query of each run; empty if there is none. */
   firsts: readonly string[]
 }
@@ -21,7 +21,7 @@ export interface Pane {
   asked: Asked
   ask(asked: Asked, replace?: boolean): void
   source: Source
-  run: RunFacts
+  run: RunView
 }
 
 export const ExplorerContext = createContext<Explorer | null>(null)

@@ -1,7 +1,7 @@
 // Tables for other programs, as the server writes them.
-import type { Evidence, Id } from "./api.ts"
+import type { EvidenceCard, Id } from "./contract.ts"
 
-export function suspectsCsv(samples: readonly Evidence[]): string {
+export function suspectsCsv(samples: readonly EvidenceCard[]): string {
   const rows = samples.map(({ id, label, value }) =>
     [field(id), field(label), String(value)].join(","),
   )

@@ -1,5 +1,5 @@
 // Pictures as a run takes them: raw bytes, height × width × channels, row by row.
-import type { ImageSize } from "./api.ts"
+import type { ImageSize } from "./contract.ts"
 
 /** The query of the picture that a canvas of the run's size holds. */
 export function imageQuery(pixels: Uint8ClampedArray, channels: number): string {

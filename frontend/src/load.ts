@@ -1,6 +1,6 @@
 // Asking a source from a component: cancelled when the question changes, remembered when answered.
 import { useEffect, useReducer, useRef, useState } from "preact/hooks"
-import type { Answers, Path } from "./api.ts"
+import type { ViewName, Views } from "./contract.ts"
 import { Lost, type Params, type Progress, search, type Source } from "./source/source.ts"
 
 export interface Loaded<T> {
@@ -30,11 +30,11 @@ const REMEMBERED = 60
 const answered = new WeakMap<Source, Map<string, unknown>>()
 
 /** The answer to a question; a path of null asks nothing. */
-export function useGet<P extends Path>(
+export function useGet<P extends ViewName>(
   source: Source,
   path: P | null,
   params: Params,
-): Loaded<Answers[P]> {
+): Loaded<Views[P]> {
   const key = path === null ? "" : `${path}?${search(params)}`
   const [known, setKnown] = useState<Known>({ ...IDLE, busy: path !== null })
   const [turn, again] = useReducer((n: number) => n + 1, 0)
@@ -65,7 +65,7 @@ export function useGet<P extends Path>(
     abort.current?.abort()
     setKnown((last) => ({ ...IDLE, value: last.value, cancelled: true }))
   }
-  return { ...known, value: known.value as Answers[P] | null, cancel, again: () => again(0) }
+  return { ...known, value: known.value as Views[P] | null, cancel, again: () => again(0) }
 }
 
 export interface Pages<T> {
@@ -79,11 +79,11 @@ export interface Pages<T> {
 export const PAGE = 50
 
 /** A long list that is fetched as it is looked at. */
-export function usePages<P extends Path, T>(
+export function usePages<P extends ViewName, T>(
   source: Source,
   path: P,
   params: Params,
-  items: (answer: Answers[P]) => { total: number; items: T[] },
+  items: (answer: Views[P]) => { total: number; items: T[] },
 ): Pages<T> {
   const key = `${path}?${search(params)}`
   const [, redraw] = useReducer((n: number) => n + 1, 0)

@@ -1,8 +1,8 @@
 // A page: of a server, or a report that carries its own answers.
-import type { Carried } from "./api.ts"
+import type { ReportData } from "./contract.ts"
 import { mount } from "./mount.tsx"
 import { Route, urlHome } from "./route.ts"
-import { CarriedSource } from "./source/carried.ts"
+import { ReportSource } from "./source/report.ts"
 import { HttpSource } from "./source/http.ts"
 
 function start(): void {
@@ -10,7 +10,7 @@ function start(): void {
   if (!element) return
   document.documentElement.classList.add("dualform-page")
   const carried = document.getElementById("carried")?.textContent
-  const own = carried ? new CarriedSource(JSON.parse(carried) as Carried) : null
+  const own = carried ? new ReportSource(JSON.parse(carried) as ReportData) : null
   const open = (run: number) => own ?? new HttpSource(`api/${run}`)
   const onState = ({ theme }: { theme: string }) => {
     document.documentElement.dataset.theme = theme

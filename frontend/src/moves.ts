@@ -1,5 +1,5 @@
 // What else changes when one thing is chosen: an output of one layer means nothing in another.
-import type { Ask } from "./api.ts"
+import type { Ask } from "./contract.ts"
 import type { Asked } from "./state.ts"
 
 const WIDE = { output: null, place: null, at: null }

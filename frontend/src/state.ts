@@ -1,5 +1,5 @@
 // Everything that a person has chosen, and its one written form: the part of the URL after the #.
-import type { Ask, SideName } from "./api.ts"
+import type { Ask, SideName } from "./contract.ts"
 import type { Params } from "./source/source.ts"
 
 export type Page = "query" | "sample" | "suspects" | "books" | "compare"

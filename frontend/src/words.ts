@@ -1,9 +1,9 @@
 // Names that several parts share.
-import type { Id, RunFacts } from "./api.ts"
+import type { Id, RunView } from "./contract.ts"
 import { count } from "./numbers.ts"
 import type { Span } from "./state.ts"
 
-type Bins = RunFacts["bins"]
+type Bins = RunView["bins"]
 
 export function binName(bins: Bins, bin: number): string {
   if (bins.unit === "epoch") return `epoch ${bin + 1}`

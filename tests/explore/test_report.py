@@ -16,7 +16,7 @@ from torch import nn
 import dualform
 from dualform.errors import DualformError, ReadingError, RecordingWarning
 from dualform.explore import Exhibit, Explorer, Query, write_report
-from dualform.explore.parameters import Given
+from dualform.explore.parameters import Parameters
 from dualform.explore.views import Json
 from dualform.ledger.samples import Preview
 
@@ -41,7 +41,8 @@ def test_cells_are_the_amounts_by_sample_and_time(digits: Exhibit, tmp_path: Pat
         kinds.add((ask, layer))
         asked = {"query": query, "ask": ask, "layer": layer, "output": output}
         cells = np.frombuffer(base64.b64decode(answer["cells"]), "<f4").reshape(120, -1)
-        np.testing.assert_allclose(cells, explorer.found(Given(asked)).cells, rtol=1e-6, atol=1e-12)
+        read = explorer.ask(query, Parameters.read(asked).question)
+        np.testing.assert_allclose(cells, read.cells, rtol=1e-6, atol=1e-12)
         expected = explorer.view("answer", asked)
         assert answer["check"] == expected["check"]
         assert answer["groups"] == expected["groups"]

@@ -78,7 +78,7 @@ def folder(digits: Exhibit, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a person would start it: with the model's module and the queries."""
     path = tmp_path_factory.mktemp("served")
     (path / "mine.py").write_text(MODEL)
-    labels = [subject.shown.label for subject in digits.some(range(len(digits)))]
+    labels = [subject.query.label for subject in digits.some(range(len(digits)))]
     np.savez(path / "x.npz", x=digits.inputs(len(digits)).numpy(), labels=np.array(labels))
     return path
 

@@ -140,8 +140,8 @@ def test_texts_are_highlighted_where_they_act(words: Exhibit, digits: Exhibit) -
 
 def test_patches_lie_in_a_grid(patches: Exhibit) -> None:
     explorer = Explorer(patches)
-    assert [layer["grid"] for layer in explorer.view("run", {})["layers"]] == [[6, 6], None]
-    assert explorer.view("acts", {"query": "0", "layer": "0", "id": "3"})["grid"] == [6, 6]
+    assert [layer["grid"] for layer in explorer.view("run", {})["layers"]] == [(6, 6), None]
+    assert explorer.view("acts", {"query": "0", "layer": "0", "id": "3"})["grid"] == (6, 6)
 
 
 def test_groups_are_sums_by_label(explorer: Explorer) -> None:
@@ -220,7 +220,7 @@ def test_no_estimate_of_what_is_no_output_of_the_model(digits: Exhibit) -> None:
 
 
 def test_a_report_says_the_same_of_what_is_without_some_samples() -> None:
-    carried = Path("frontend/src/source/carried.ts").read_text()
+    carried = Path("frontend/src/source/report.ts").read_text()
     assert all(f'"{sentence}"' in carried for sentence in (ACCOUNT, LAYER_ACCOUNT, ESTIMATE))
 
 
@@ -281,7 +281,7 @@ def test_suspects_and_their_table(digits: Exhibit) -> None:
 def test_a_drawn_picture_is_the_query_of_the_same_pixels(digits: Exhibit, patches: Exhibit) -> None:
     for exhibit in (digits, patches):
         explorer = Explorer(exhibit)
-        shown = exhibit.subject("0").shown.preview
+        shown = exhibit.subject("0").query.preview
         assert shown is not None
         sent = base64.urlsafe_b64encode(bytes(shown.data.flatten().tolist())).decode().rstrip("=")
         drawn = explorer.view("answer", {"query": f"image:{sent}"})
@@ -292,7 +292,7 @@ def test_a_drawn_picture_is_the_query_of_the_same_pixels(digits: Exhibit, patche
 
 def test_typed_words_are_the_query_of_the_same_words(words: Exhibit) -> None:
     explorer = Explorer(words)
-    text = words.subject("2").shown.title
+    text = words.subject("2").query.title
     typed = explorer.view("answer", {"query": f"text:{text}", "ask": "network"})
     given = explorer.view("answer", {"query": "2", "ask": "network"})
     assert typed["check"] == pytest.approx(given["check"])

@@ -1,4 +1,4 @@
-import type { Book, Books } from "../api.ts"
+import type { BookLine, BooksView } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { useGet } from "../load.ts"
 import { bytes, count, tiny } from "../numbers.ts"
@@ -46,7 +46,7 @@ export function BooksPage() {
   )
 }
 
-function Audit({ books }: { books: Books }) {
+function Audit({ books }: { books: BooksView }) {
   return (
     <>
       <dl class="facts large">
@@ -99,7 +99,7 @@ function Audit({ books }: { books: Books }) {
   )
 }
 
-function Row({ book }: { book: Book }) {
+function Row({ book }: { book: BookLine }) {
   return (
     <tr data-testid={`book-${book.name}`}>
       <th scope="row">{book.name}</th>

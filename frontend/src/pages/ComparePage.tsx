@@ -1,5 +1,5 @@
 import type { ComponentChildren } from "preact"
-import type { Ask } from "../api.ts"
+import type { Ask } from "../contract.ts"
 import { paneOf, PaneContext, useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
 import { toAsk, toLayer, toQuery, toRun } from "../moves.ts"

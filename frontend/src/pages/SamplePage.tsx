@@ -1,4 +1,4 @@
-import type { Effect, SampleFacts } from "../api.ts"
+import type { EffectCard, SampleView } from "../contract.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
 import { toQuery, wholly } from "../moves.ts"
@@ -26,7 +26,7 @@ export function SamplePage({ id }: { id: string }) {
   )
 }
 
-function Facts({ facts }: { facts: SampleFacts }) {
+function Facts({ facts }: { facts: SampleView }) {
   const { asked, source, run } = usePane()
   const twin = { source, path: "sample", params: { id: facts.id } }
   const itself = wholly(toQuery(asked, facts.query))
@@ -76,7 +76,7 @@ function Facts({ facts }: { facts: SampleFacts }) {
 
 interface EffectsProps {
   title: string
-  effects: Effect[]
+  effects: EffectCard[]
   of: number
   testid: string
 }
@@ -101,7 +101,7 @@ function Effects({ title, effects, of, testid }: EffectsProps) {
   )
 }
 
-function OneEffect({ effect, scale }: { effect: Effect; scale: Scale }) {
+function OneEffect({ effect, scale }: { effect: EffectCard; scale: Scale }) {
   const { asked, source } = usePane()
   const { state } = useExplorer()
   const { query, output, value } = effect

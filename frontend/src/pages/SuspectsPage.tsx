@@ -1,6 +1,6 @@
 import type { ComponentChildren } from "preact"
 import { useCallback } from "preact/hooks"
-import type { Evidence, Suspects } from "../api.ts"
+import type { EvidenceCard, SuspectsView } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { usePages } from "../load.ts"
 import { count, Scale } from "../numbers.ts"
@@ -13,12 +13,12 @@ import { Virtual } from "../parts/Virtual.tsx"
 import { Failed } from "../parts/Waiting.tsx"
 import { brief, plural, sampleName } from "../words.ts"
 
-const list = (answer: Suspects) => ({ total: answer.total, items: answer.samples })
+const list = (answer: SuspectsView) => ({ total: answer.total, items: answer.samples })
 
 /** Samples that look mislabeled, most suspicious first. */
 export function SuspectsPage() {
   const { source } = usePane()
-  const pages = usePages<"suspects", Evidence>(source, "suspects", {}, list)
+  const pages = usePages<"suspects", EvidenceCard>(source, "suspects", {}, list)
   const range = useCallback((first: number, last: number) => pages.need(first, last), [pages.total])
   const scale = new Scale([pages.item(0)?.value ?? 0])
   const twin = source.link("suspects", {})
@@ -67,7 +67,7 @@ function Still({ class: style, children }: { class: string; children: ComponentC
 
 interface RowProps {
   index: number
-  sample: Evidence | undefined
+  sample: EvidenceCard | undefined
   scale: Scale
 }
 

@@ -1,4 +1,4 @@
-import type { Acts } from "../api.ts"
+import type { ActsView } from "../contract.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
 import { Scale } from "../numbers.ts"
@@ -36,7 +36,7 @@ export function ActsSheet({ id }: { id: string }) {
   )
 }
 
-function Where({ acts }: { acts: Acts }) {
+function Where({ acts }: { acts: ActsView }) {
   const { run } = usePane()
   const name = sampleName(acts.id, acts.label)
   return (
@@ -71,7 +71,7 @@ function Where({ acts }: { acts: Acts }) {
 }
 
 /** The sample and its positions; choosing one keeps only the evidence from there. */
-function ActingPicture({ acts }: { acts: Acts }) {
+function ActingPicture({ acts }: { acts: ActsView }) {
   const { go } = useExplorer()
   const { asked, which } = usePane()
   const places = acts.places && acts.places.length > 1 ? acts.places : null

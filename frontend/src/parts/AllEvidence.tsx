@@ -1,5 +1,5 @@
 import { useCallback } from "preact/hooks"
-import type { Evidence, EvidenceList, SideName } from "../api.ts"
+import type { EvidenceCard, EvidenceView, SideName } from "../contract.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { usePages } from "../load.ts"
 import { Scale } from "../numbers.ts"
@@ -10,14 +10,14 @@ import { Sheet } from "./Sheet.tsx"
 import { Virtual } from "./Virtual.tsx"
 import { Failed } from "./Waiting.tsx"
 
-const list = (answer: EvidenceList) => ({ total: answer.total, items: answer.samples })
+const list = (answer: EvidenceView) => ({ total: answer.total, items: answer.samples })
 
 /** Every sample of one side, strongest first. */
 export function AllEvidence({ side }: { side: SideName }) {
   const { go } = useExplorer()
   const { asked, source } = usePane()
   const params = { ...paramsOf(asked), side }
-  const pages = usePages<"evidence", Evidence>(source, "evidence", params, list)
+  const pages = usePages<"evidence", EvidenceCard>(source, "evidence", params, list)
   const scale = new Scale([pages.item(0)?.value ?? 0])
   const range = useCallback((first: number, last: number) => pages.need(first, last), [pages.total])
   const labeled = asked.label === null ? "" : ` labeled ${asked.label}`

@@ -1,4 +1,4 @@
-import type { Evidence } from "../api.ts"
+import type { EvidenceCard } from "../contract.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { tick } from "../moves.ts"
 import type { Scale } from "../numbers.ts"
@@ -8,7 +8,7 @@ import { Amount, Bar } from "./Amount.tsx"
 import { Highlighted } from "./Picture.tsx"
 
 interface Props {
-  evidence: Evidence
+  evidence: EvidenceCard
   scale: Scale
   /** Its place in a long list. */
   row?: boolean

@@ -1,11 +1,11 @@
 import type { ComponentChildren } from "preact"
-import type { Answer, SideName } from "../api.ts"
+import type { AnswerView, SideName } from "../contract.ts"
 import { MINUS, Scale, tiny } from "../numbers.ts"
 import { plural } from "../words.ts"
 import { Amount, Figure } from "./Amount.tsx"
 
 /** The sum that an answer must be: initial + evidence (+ by step) + remainder = output, with its error. */
-export function Check({ answer }: { answer: Answer }) {
+export function Check({ answer }: { answer: AnswerView }) {
   const { check, sides } = answer
   return (
     <div class="check" data-testid="check">
@@ -25,9 +25,9 @@ export function Check({ answer }: { answer: Answer }) {
   )
 }
 
-type Terms = NonNullable<Answer["check"]>
+type Terms = NonNullable<AnswerView["check"]>
 
-function Sum({ answer, check }: { answer: Answer; check: Terms }) {
+function Sum({ answer, check }: { answer: AnswerView; check: Terms }) {
   const scale = new Scale([check.initial, check.evidence, check.total])
   const count = answer.sides.for.count + answer.sides.against.count
   const terms: [string, string, number][] = [
@@ -64,7 +64,7 @@ function toneOf(name: string, value: number): SideName | "" {
 }
 
 /** Where nothing has to add up there are still the two sides, and what is left of them. */
-function Sides({ sides, unit }: { sides: Answer["sides"]; unit: string }) {
+function Sides({ sides, unit }: { sides: AnswerView["sides"]; unit: string }) {
   const { for: left, against: right } = sides
   const scale = new Scale([left.sum, right.sum])
   if (right.count === 0)

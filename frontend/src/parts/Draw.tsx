@@ -1,5 +1,5 @@
 import { useEffect, useRef, useState } from "preact/hooks"
-import type { ImageSize } from "../api.ts"
+import type { ImageSize } from "../contract.ts"
 import { imageQuery } from "../image.ts"
 
 interface Props {

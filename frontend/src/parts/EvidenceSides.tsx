@@ -1,4 +1,4 @@
-import type { Answer, Side, SideName } from "../api.ts"
+import type { AnswerView, SideName, SideView } from "../contract.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
 import { count, Scale } from "../numbers.ts"
@@ -11,7 +11,7 @@ import { Section } from "./Section.tsx"
 const TITLES: Record<SideName, string> = { for: "For", against: "Against" }
 
 /** The evidence for and against, side by side and drawn to one scale. */
-export function EvidenceSides({ answer }: { answer: Answer }) {
+export function EvidenceSides({ answer }: { answer: AnswerView }) {
   const { asked, source } = usePane()
   const sides = useHighlighted(answer)
   const scale = new Scale([...sides.for.samples, ...sides.against.samples].map((one) => one.value))
@@ -34,7 +34,7 @@ export function EvidenceSides({ answer }: { answer: Answer }) {
 }
 
 /** The texts of the samples that are shown, with what each of their words adds. */
-function useHighlighted({ sides, layer }: Answer): Answer["sides"] {
+function useHighlighted({ sides, layer }: AnswerView): AnswerView["sides"] {
   const { asked, run, source } = usePane()
   const shown = [...sides.for.samples, ...sides.against.samples]
   const textual = shown.some((one) => one.preview?.kind === "text")
@@ -42,7 +42,7 @@ function useHighlighted({ sides, layer }: Answer): Answer["sides"] {
   const wanted = asked.ask === "layer" && textual && placed ? "highlights" : null
   const id = shown.map((one) => one.id)
   const { value } = useGet(source, wanted, { ...paramsOf(asked), label: null, id })
-  const mark = (side: Side): Side => ({
+  const mark = (side: SideView): SideView => ({
     ...side,
     samples: side.samples.map((one) => ({ ...one, ...value?.samples[String(one.id)] })),
   })
@@ -51,7 +51,7 @@ function useHighlighted({ sides, layer }: Answer): Answer["sides"] {
 
 interface Props {
   name: SideName
-  side: Side
+  side: SideView
   scale: Scale
 }
 

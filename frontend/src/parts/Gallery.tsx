@@ -1,5 +1,5 @@
 import { useCallback, useEffect, useState } from "preact/hooks"
-import type { QueryCard, QueryList } from "../api.ts"
+import type { QueriesView, QueryCard } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { type Pages, usePages } from "../load.ts"
 import { toQuery } from "../moves.ts"
@@ -9,7 +9,7 @@ import { Picture } from "./Picture.tsx"
 import { Virtual } from "./Virtual.tsx"
 import { Failed } from "./Waiting.tsx"
 
-const list = (answer: QueryList) => ({ total: answer.total, items: answer.queries })
+const list = (answer: QueriesView) => ({ total: answer.total, items: answer.queries })
 
 /** The predictions that can be asked about, as a strip of film. */
 export function Gallery() {

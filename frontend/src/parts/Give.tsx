@@ -1,5 +1,5 @@
 import { useState } from "preact/hooks"
-import type { ImageSize, RunFacts } from "../api.ts"
+import type { ImageSize, RunView } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { fitted, imageQuery } from "../image.ts"
 import { toQuery } from "../moves.ts"
@@ -7,7 +7,7 @@ import { Draw } from "./Draw.tsx"
 import { Failed } from "./Waiting.tsx"
 
 /** A query of one's own: drawn or uploaded where samples are pictures, typed where they are text. */
-export function Give({ accepts }: { accepts: NonNullable<RunFacts["accepts"]> }) {
+export function Give({ accepts }: { accepts: NonNullable<RunView["accepts"]> }) {
   const { asked, ask } = usePane()
   const give = (query: string) => ask(toQuery(asked, query))
   return (

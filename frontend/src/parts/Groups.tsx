@@ -1,4 +1,4 @@
-import type { Answer, Group, Id } from "../api.ts"
+import type { AnswerView, GroupView, Id } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { count, Scale } from "../numbers.ts"
 import { paramsOf } from "../state.ts"
@@ -10,7 +10,7 @@ import { SortedAreas } from "./SortedAreas.tsx"
 const MOST = 24
 
 /** Sums by label, and each label's contributions sorted: the figure of Irie, Csordás and Schmidhuber. */
-export function Groups({ answer }: { answer: Answer }) {
+export function Groups({ answer }: { answer: AnswerView }) {
   const { asked, source } = usePane()
   if (answer.groups.length === 0) return null
   const shown = strongest(answer.groups)
@@ -55,13 +55,13 @@ function Columns() {
 }
 
 /** The labels of the largest sums, in the order in which they came. */
-function strongest(groups: Group[]): Group[] {
+function strongest(groups: GroupView[]): GroupView[] {
   const sizes = groups.map((group) => Math.abs(group.sum)).sort((a, b) => b - a)
   const least = sizes[MOST - 1] ?? 0
   return groups.filter((group) => Math.abs(group.sum) >= least).slice(0, MOST)
 }
 
-function Sums({ groups }: { groups: Group[] }) {
+function Sums({ groups }: { groups: GroupView[] }) {
   const scale = new Scale(groups.map((group) => group.sum))
   return (
     <table class="sums">

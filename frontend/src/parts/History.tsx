@@ -1,10 +1,10 @@
-import type { RunFacts, SampleFacts } from "../api.ts"
+import type { RunView, SampleView } from "../contract.ts"
 import { Scale } from "../numbers.ts"
 import { binName } from "../words.ts"
 
 interface Props {
-  history: SampleFacts["history"]
-  bins: RunFacts["bins"]
+  history: SampleView["history"]
+  bins: RunView["bins"]
 }
 
 /** The size of a sample's error over training. */

@@ -1,5 +1,5 @@
 import { useEffect, useRef } from "preact/hooks"
-import type { Answer, Layer, LayerShares } from "../api.ts"
+import type { AnswerView, LayerFacts, LayersView } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { type Loaded, useGet } from "../load.ts"
 import { suits, toLayer } from "../moves.ts"
@@ -11,7 +11,7 @@ import { Waiting } from "./Waiting.tsx"
 import { Words } from "./Words.tsx"
 
 /** What each layer's training adds to the output; a click enters a layer. */
-export function Layers({ answer }: { answer: Answer }) {
+export function Layers({ answer }: { answer: AnswerView }) {
   const { asked, ask, run, source } = usePane()
   const whole = run.questions.find((question) => question.ask === "network")
   const last = run.layers.at(-1)?.name
@@ -76,7 +76,7 @@ function uncover(list: HTMLElement | null): void {
   if (below || top < list.scrollTop) list.scrollTop = top - list.clientHeight / 2
 }
 
-function explained({ value, failed }: Loaded<LayerShares>, restricted: boolean): string {
+function explained({ value, failed }: Loaded<LayersView>, restricted: boolean): string {
   const enter = "Choose a layer to look inside it."
   if (failed !== null) return `${failed} ${enter}`
   if (!value) return enter
@@ -88,7 +88,7 @@ function explained({ value, failed }: Loaded<LayerShares>, restricted: boolean):
 }
 
 /** What is asked inside a layer: at the same position, if it has as many. */
-function entered(asked: Asked, layer: Layer, answer: Answer): Asked {
+function entered(asked: Asked, layer: LayerFacts, answer: AnswerView): Asked {
   const next = toLayer(asked, layer.name)
   return layer.places === answer.places ? { ...next, place: asked.place } : next
 }

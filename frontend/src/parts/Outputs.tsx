@@ -1,4 +1,4 @@
-import type { Answer } from "../api.ts"
+import type { AnswerView } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { Scale } from "../numbers.ts"
 import { paramsOf } from "../state.ts"
@@ -6,7 +6,7 @@ import { Amount, Bar } from "./Amount.tsx"
 import { Words } from "./Words.tsx"
 
 /** What the model or the layer says: its largest outputs, any of which can be asked about. */
-export function Outputs({ answer }: { answer: Answer }) {
+export function Outputs({ answer }: { answer: AnswerView }) {
   const { asked, ask, run, source } = usePane()
   const scale = new Scale(answer.outputs.map((one) => one.value))
   const last = run.layers.at(-1)?.name

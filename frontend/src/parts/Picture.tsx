@@ -1,8 +1,8 @@
-import type { Evidence, Preview } from "../api.ts"
+import type { EvidenceCard, ImagePreview, PreviewCard } from "../contract.ts"
 import { heat, UNDER_TEXT } from "./heat.ts"
 
 interface Props {
-  preview: Preview | null
+  preview: PreviewCard | null
   /** What a screen reader says; nothing where the text beside it says enough. */
   name?: string
 }
@@ -12,10 +12,10 @@ export function Picture({ preview, name = "" }: Props) {
   if (!preview) return <span class="picture none" aria-hidden="true" />
   if (preview.kind === "image") return <Image preview={preview} name={name} />
   if (preview.kind === "text") return <span class="picture text">{preview.text}</span>
-  return <Series values={preview.values ?? []} name={name} />
+  return <Series values={preview.values} name={name} />
 }
 
-function Image({ preview, name }: { preview: Preview; name: string }) {
+function Image({ preview, name }: { preview: ImagePreview; name: string }) {
   return (
     <img
       class={`picture image ${preview.crisp ? "crisp" : ""}`}
@@ -47,7 +47,7 @@ function Series({ values, name }: { values: number[]; name: string }) {
 }
 
 /** The text of a piece of evidence, its tokens colored by what each of them adds. */
-export function Highlighted({ evidence }: { evidence: Evidence }) {
+export function Highlighted({ evidence }: { evidence: EvidenceCard }) {
   const { tokens, places } = evidence
   if (!tokens || !places) return <Picture preview={evidence.preview} />
   const largest = Math.max(...places.map(Math.abs))

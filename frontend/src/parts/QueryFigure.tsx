@@ -1,10 +1,10 @@
-import type { Answer } from "../api.ts"
+import type { AnswerView } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { paramsOf } from "../state.ts"
 import { Stage } from "./Stage.tsx"
 
 /** The query itself; where it has positions, each can be asked about alone. */
-export function QueryFigure({ answer }: { answer: Answer }) {
+export function QueryFigure({ answer }: { answer: AnswerView }) {
   const { asked, ask, run, source } = usePane()
   const { preview, title } = answer.query
   const layer = run.layers.find((one) => one.name === answer.layer)
@@ -24,7 +24,7 @@ export function QueryFigure({ answer }: { answer: Answer }) {
   )
 }
 
-export function Verdict({ answer }: { answer: Answer }) {
+export function Verdict({ answer }: { answer: AnswerView }) {
   const { label, predicted, right } = answer.query
   return (
     <p class="verdict" data-testid="verdict">

@@ -1,6 +1,6 @@
 import { type Pane, usePane } from "../context.ts"
 import { suits, toAsk, wholly } from "../moves.ts"
-import type { Answer, Question } from "../api.ts"
+import type { AnswerView, QuestionCard } from "../contract.ts"
 import { type Asked, paramsOf } from "../state.ts"
 import { useUnique } from "../unique.ts"
 import { Words } from "./Words.tsx"
@@ -11,7 +11,7 @@ const SEEN =
 const NOT_CARRIED = "This report does not carry it for this query."
 
 /** The four questions; those that cannot be asked of this run say what it would take. */
-export function Questions({ answer }: { answer: Answer }) {
+export function Questions({ answer }: { answer: AnswerView }) {
   const pane = usePane()
   const { asked, ask, run } = pane
   const name = useUnique()
@@ -46,7 +46,7 @@ export function Questions({ answer }: { answer: Answer }) {
 }
 
 /** A question as this query, and what is carried, allow it. */
-function suited(question: Question, pane: Pane, answer: Answer): Question {
+function suited(question: QuestionCard, pane: Pane, answer: AnswerView): QuestionCard {
   if (!question.available) return question
   if (!suits(pane.asked.query, question.ask)) return { ...question, available: false, why: SEEN }
   const carried = pane.source.carries("answer", paramsOf(moved(question, pane, answer)))
@@ -54,13 +54,13 @@ function suited(question: Question, pane: Pane, answer: Answer): Question {
 }
 
 /** What is asked then: the same as far as that is carried, or else without restrictions. */
-function moved({ ask }: Question, { asked, source }: Pane, answer: Answer): Asked {
+function moved({ ask }: QuestionCard, { asked, source }: Pane, answer: AnswerView): Asked {
   const next = toAsk(asked, ask, answer.shared)
   return source.carries("answer", paramsOf(next)) ? next : wholly(next)
 }
 
 /** Why some cannot be asked, each reason once. */
-function Missing({ questions }: { questions: Question[] }) {
+function Missing({ questions }: { questions: QuestionCard[] }) {
   const reasons = [...new Set(questions.map((question) => question.why))]
   return (
     <>

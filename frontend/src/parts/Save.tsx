@@ -1,5 +1,5 @@
 import { useState } from "preact/hooks"
-import type { Evidence } from "../api.ts"
+import type { EvidenceCard } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { suspectsCsv } from "../csv.ts"
 import { PAGE, sentence } from "../load.ts"
@@ -28,8 +28,8 @@ export function Save() {
   )
 }
 
-async function everything(source: Source): Promise<Evidence[]> {
-  const samples: Evidence[] = []
+async function everything(source: Source): Promise<EvidenceCard[]> {
+  const samples: EvidenceCard[] = []
   for (;;) {
     const more = await source.get("suspects", { offset: samples.length, limit: PAGE })
     samples.push(...more.samples)
@@ -37,7 +37,7 @@ async function everything(source: Source): Promise<Evidence[]> {
   }
 }
 
-function download(samples: Evidence[]): void {
+function download(samples: EvidenceCard[]): void {
   const url = URL.createObjectURL(new Blob([suspectsCsv(samples)], { type: "text/csv" }))
   const link = Object.assign(document.createElement("a"), { href: url, download: "suspects.csv" })
   link.click()

@@ -1,8 +1,8 @@
-import type { Group } from "../api.ts"
+import type { GroupView } from "../contract.ts"
 import { Scale } from "../numbers.ts"
 
 /** Each label's contributions, sorted, as an area; side by side and to one scale. */
-export function SortedAreas({ groups }: { groups: Group[] }) {
+export function SortedAreas({ groups }: { groups: GroupView[] }) {
   const all = groups.flatMap((group) => group.curve)
   const high = Math.max(0, ...all)
   const low = Math.min(0, ...all)
@@ -28,7 +28,7 @@ export function SortedAreas({ groups }: { groups: Group[] }) {
 }
 
 interface Props {
-  group: Group
+  group: GroupView
   high: number
   low: number
 }

@@ -1,9 +1,9 @@
-import type { Preview } from "../api.ts"
+import type { PreviewCard } from "../contract.ts"
 import { Picture } from "./Picture.tsx"
 import { Places } from "./Places.tsx"
 
 interface Props {
-  preview: Preview | null
+  preview: PreviewCard | null
   name: string
   /** One amount a position; fewer than two are nothing to choose from. */
   amounts: number[] | null

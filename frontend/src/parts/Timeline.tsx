@@ -1,5 +1,5 @@
 import { useRef, useState } from "preact/hooks"
-import type { RunFacts } from "../api.ts"
+import type { RunView } from "../contract.ts"
 import { Scale } from "../numbers.ts"
 import type { Span } from "../state.ts"
 import { binName, spanName } from "../words.ts"
@@ -7,7 +7,7 @@ import { spoken } from "./Amount.tsx"
 
 interface Props {
   values: number[]
-  bins: RunFacts["bins"]
+  bins: RunView["bins"]
   label: string
   span?: Span | null
   /** Without it the figure is only looked at. */

@@ -1,5 +1,5 @@
 import { useState } from "preact/hooks"
-import type { Subtraction, Question } from "../api.ts"
+import type { QuestionCard, SubtractView } from "../contract.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
 import { Scale } from "../numbers.ts"
@@ -66,11 +66,11 @@ export function Tray() {
 }
 
 /** Estimates take a while on large runs, so they are asked for. */
-function canEstimate({ ask, available }: Question): boolean {
+function canEstimate({ ask, available }: QuestionCard): boolean {
   return ask === "removed" && available
 }
 
-function Change({ subtraction }: { subtraction: Subtraction }) {
+function Change({ subtraction }: { subtraction: SubtractView }) {
   const { output, before, after, retrained } = subtraction.asked
   const scale = new Scale([before, after, retrained ?? 0], 4)
   return (
@@ -89,7 +89,7 @@ function Change({ subtraction }: { subtraction: Subtraction }) {
 }
 
 /** Whether the numbers are an account or an estimate. */
-function Kind({ subtraction }: { subtraction: Subtraction }) {
+function Kind({ subtraction }: { subtraction: SubtractView }) {
   const { retrained, estimate } = subtraction.asked
   return (
     <p class="small" data-testid="kind">
@@ -99,7 +99,7 @@ function Kind({ subtraction }: { subtraction: Subtraction }) {
   )
 }
 
-function Others({ subtraction }: { subtraction: Subtraction }) {
+function Others({ subtraction }: { subtraction: SubtractView }) {
   const { before, after } = subtraction
   const scale = new Scale([...before, ...after].map((one) => one.value))
   return (

@@ -1,4 +1,4 @@
-import type { Answer } from "../api.ts"
+import type { AnswerView } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { paramsOf } from "../state.ts"
 import { spanName } from "../words.ts"
@@ -6,7 +6,7 @@ import { Section } from "./Section.tsx"
 import { Timeline } from "./Timeline.tsx"
 
 /** When in training the output was learned and unlearned, with the brush that restricts everything. */
-export function When({ answer }: { answer: Answer }) {
+export function When({ answer }: { answer: AnswerView }) {
   const { asked, ask, run, source } = usePane()
   const { span } = asked
   const brushed = source.carries("answer", paramsOf({ ...asked, span: span ?? [0, 0] }))

@@ -1,5 +1,5 @@
 // What a server computes from amounts per sample and bin, computed from a report's cells.
-import type { Group, Id, SideName } from "../api.ts"
+import type { GroupView, Id, SideName } from "../contract.ts"
 
 /** Amounts of samples × bins, row by row. */
 export interface Cells {
@@ -60,7 +60,7 @@ export function total(values: Iterable<number>): number {
 }
 
 /** Sums by label, in the order of the labels; samples without one come last. */
-export function grouped(values: number[], labels: readonly (Id | null)[]): Group[] {
+export function grouped(values: number[], labels: readonly (Id | null)[]): GroupView[] {
   return inOrder(labels).map((label) =>
     group(
       label,
@@ -81,7 +81,7 @@ function byCodePoint(a: string, b: string): number {
   return a < b ? -1 : 1
 }
 
-function group(label: Id | null, values: number[]): Group {
+function group(label: Id | null, values: number[]): GroupView {
   const sorted = values.slice().sort((a, b) => b - a)
   return {
     label,

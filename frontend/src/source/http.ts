@@ -1,5 +1,5 @@
 // Answers of a server: lines of JSON, so that a long scan tells how far it is and can be cancelled.
-import type { Answers, Path } from "../api.ts"
+import type { ViewName, Views } from "../contract.ts"
 import {
   Lost,
   type Options,
@@ -28,10 +28,10 @@ export class HttpSource implements Source {
     return `${this.base}/${path}${query ? `?${query}` : ""}`
   }
 
-  async get<P extends Path>(path: P, params: Params, options: Options = {}): Promise<Answers[P]> {
+  async get<P extends ViewName>(path: P, params: Params, options: Options = {}): Promise<Views[P]> {
     const response = await this.fetch(this.link(path, params), options.signal)
     if (!response.ok) throw new Refusal(await complaint(response))
-    for await (const line of lines<Answers[P]>(response)) {
+    for await (const line of lines<Views[P]>(response)) {
       if (line.error !== undefined) throw new Refusal(line.error)
       if (line.result !== undefined) return line.result
       options.onProgress?.({ progress: line.progress ?? 0, doing: line.doing ?? "" })

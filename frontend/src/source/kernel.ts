@@ -1,5 +1,5 @@
 // Answers of a notebook's kernel, by anywidget's custom messages.
-import type { Answers, Path } from "../api.ts"
+import type { ViewName, Views } from "../contract.ts"
 import { type Options, type Params, Refusal, search, type Source } from "./source.ts"
 
 /** What we use of anywidget's model. */
@@ -45,16 +45,16 @@ export class KernelSource implements Source {
     this.model.off("msg:custom", this.listen)
   }
 
-  get<P extends Path>(path: P, params: Params, options: Options = {}): Promise<Answers[P]> {
+  get<P extends ViewName>(path: P, params: Params, options: Options = {}): Promise<Views[P]> {
     const id = ++KernelSource.last
-    return new Promise<Answers[P]>((resolve, reject) => {
+    return new Promise<Views[P]>((resolve, reject) => {
       this.waiting.set(id, (message) => {
         if (message.result === undefined && message.error === undefined) {
           options.onProgress?.({ progress: message.progress ?? 0, doing: message.doing ?? "" })
           return
         }
         this.waiting.delete(id)
-        if (message.error === undefined) resolve(message.result as Answers[P])
+        if (message.error === undefined) resolve(message.result as Views[P])
         else reject(new Refusal(message.error))
       })
       options.signal?.addEventListener("abort", () => {

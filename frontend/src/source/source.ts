@@ -1,5 +1,5 @@
 // The one seam between the page and whatever answers it: a server, a report's own data, a kernel.
-import type { Answers, Path } from "../api.ts"
+import type { ViewName, Views } from "../contract.ts"
 
 export type Value = string | number | readonly (string | number)[] | null | undefined
 export type Params = Record<string, Value>
@@ -15,9 +15,9 @@ export interface Options {
 }
 
 export interface Source {
-  get<P extends Path>(path: P, params: Params, options?: Options): Promise<Answers[P]>
+  get<P extends ViewName>(path: P, params: Params, options?: Options): Promise<Views[P]>
   /** Whether it has an answer to this: a report has some only. */
-  carries(path: Path, params: Params): boolean
+  carries(path: ViewName, params: Params): boolean
   /** Where the same answer can be had as JSON, if it can. */
   link(path: string, params: Params): string | null
 }

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dualform.cli.options import MODEL, as_json, given_queries, print_json, run_argument
+from dualform.cli.options import MODEL, as_json, make_exhibit, print_json, run_argument
 from dualform.demo import EPOCHS, run_demo
 from dualform.explore import Exhibit, Explorer, write_report
 from dualform.explore.show import missing
@@ -77,7 +77,7 @@ def view(
 
     It is a local server, and stops with Ctrl+C.
     """
-    exhibits = [given_queries(open_run(run), model, inputs, encode) for run in runs]
+    exhibits = [make_exhibit(open_run(run), model, inputs, encode) for run in runs]
     _serve(exhibits, host, port, browser)
 
 
@@ -104,7 +104,7 @@ def report(
 
     It holds the chosen queries; by default the first of --input, or a sample of each label.
     """
-    exhibit = given_queries(open_run(run), model, inputs, encode)
+    exhibit = make_exhibit(open_run(run), model, inputs, encode)
     chosen = [*map(str, numbers), *(f"sample:{name}" for name in samples)]
     page = write_report(exhibit, out, chosen or None)
     print_json({"report": str(page)}) if as_json else click.echo(f"Wrote {page}")

@@ -12,14 +12,13 @@ from dualform.cli.options import (
     INPUT,
     MODEL,
     as_json,
-    asked_of,
-    both_ways,
     count,
-    print_json,
-    print_results,
+    model_and_input,
+    print_answer,
     run_argument,
 )
-from dualform.read import Scores, open_run
+from dualform.read import open_run
+from dualform.read.ask import Question, ask
 
 
 def whole_network(command: Any) -> Any:
@@ -57,17 +56,14 @@ def whole_network(command: Any) -> Any:
     help="How much of the output's change may be missed.",
 )
 def explain(
-    run: Path, model: str, inputs: Path, targets: tuple[int, ...], tolerance: float, **shown: Any
+    run: Path, model: str, inputs: Path, targets: tuple[int, ...], tolerance: float, **printed: Any
 ) -> None:
     """What did each sample add to the whole network's output?
 
     A complete account: what every training sample added to it, through all layers.
     """
-    opened = open_run(run)
-    found = opened.explain(*asked_of(opened, model, inputs), _target(targets), tolerance)
-    lines = [found.check.lines(at) for at in range(len(found.queries))] if found.check else []
-    facts = {"check": lines, "completeness": found.completeness.tolist()}
-    _show_scores(found, facts, **shown)
+    asked = Question("network", output=_outputs(targets), tolerance=tolerance)
+    _ask(run, asked, model, inputs, ["completeness"], **printed)
 
 
 @click.command()
@@ -89,32 +85,39 @@ def influence(
     method: str,
     damping: float | None,
     rank: int | None,
-    **shown: Any,
+    **printed: Any,
 ) -> None:
     """What would leaving a sample out of training do?
 
     An estimate of how much the output would fall without each sample.
     """
-    opened = open_run(run)
-    asked = asked_of(opened, model, inputs)
-    found = opened.influence(*asked, _target(targets), method, damping, rank)
-    facts = {"method": found.method, "damping": found.damping, "kept": found.kept}
-    _show_scores(found, facts, **shown)
+    output = _outputs(targets)
+    asked = Question("removed", output=output, method=method, damping=damping, rank=rank)
+    _ask(run, asked, model, inputs, ["method", "damping", "kept"], **printed)
 
 
-def _target(targets: tuple[int, ...]) -> int | list[int] | None:
-    return (targets[0] if len(targets) == 1 else list(targets)) if targets else None
+def _outputs(targets: tuple[int, ...]) -> int | tuple[int, ...] | None:
+    return (targets[0] if len(targets) == 1 else targets) if targets else None
 
 
-def _show_scores(
-    scores: Scores, facts: dict[str, Any], count: int, save: Path | None, as_json: bool
+def _ask(
+    run: Path,
+    asked: Question,
+    model: str,
+    inputs: Path,
+    facts: list[str],
+    count: int,
+    save: Path | None,
+    as_json: bool,
 ) -> None:
-    """Prints the samples for and against, and keeps all scores if a file is named."""
+    """Asks the run, prints the samples for and against, and saves all scores if told where.
+
+    Args:
+        facts: what JSON also says of the scores, by the name of their attribute.
+    """
+    opened = open_run(run)
+    answer = ask(opened, asked, *model_and_input(opened, model, inputs))
+    scores = answer.scores
     if save is not None:
         np.savez(save, values=scores.values, ids=np.array(scores.ids))
-    best, worst = scores.top(count), scores.bottom(count)
-    if as_json:
-        print_json({"queries": scores.queries, **facts, **both_ways(best, worst)})
-    else:
-        print_results(best, worst)
-        click.echo(scores.note)
+    print_answer(answer, {name: getattr(scores, name) for name in facts}, count, as_json)

@@ -1,4 +1,4 @@
-"""What verbs share: the arguments they are given, and how they print."""
+"""What verbs share: their options, how models and inputs are loaded, how results are printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch import nn
 
 from dualform.errors import ModelMismatchError, ReadingError
 from dualform.explore import Exhibit, Query
-from dualform.read import Ranking, Run
+from dualform.read import Run
+from dualform.read.ask import Answer
 
 run_argument = click.argument("run", type=click.Path(path_type=Path))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -33,13 +34,13 @@ MODEL = "package.module:function that builds the model; the run brings the weigh
 INPUT = "What --model is called with: .npy, or .npz with an array called x."
 
 
-def asked_of(run: Run, model: str, inputs: Path) -> tuple[nn.Module, torch.Tensor]:
+def model_and_input(run: Run, model: str, inputs: Path) -> tuple[nn.Module, torch.Tensor]:
     """The model with the run's weights, and what it is called with."""
     built = _trained(run, model)
     return built, _tensor(_arrays(inputs), built)
 
 
-def given_queries(run: Run, model: str | None, inputs: Path | None, encode: str | None) -> Exhibit:
+def make_exhibit(run: Run, model: str | None, inputs: Path | None, encode: str | None) -> Exhibit:
     """What there is to look at: the run alone, or with the model and its queries."""
     if model is None or inputs is None:
         if model is not None or inputs is not None:
@@ -47,20 +48,17 @@ def given_queries(run: Run, model: str | None, inputs: Path | None, encode: str 
         return Exhibit(run)
     arrays = _arrays(inputs)
     encoder = None if encode is None else imported("--encode", encode)
-    built, shown = _trained(run, model), _shown(arrays, inputs)
-    return Exhibit(run, built, _tensor(arrays, built), shown, encoder)
-
-
-def _shown(arrays: Mapping[str, np.ndarray[Any, Any]], inputs: Path) -> list[Query]:
-    count, stem = len(arrays["x"]), inputs.stem
-    titles = arrays.get("titles", np.array([f"{stem} {at}" for at in range(count)])).tolist()
+    built, count = _trained(run, model), len(arrays["x"])
+    numbered = np.array([f"{inputs.stem} {at}" for at in range(count)])
+    titles = arrays.get("titles", numbered).tolist()
     labels = arrays["labels"].tolist() if "labels" in arrays else [None] * count
     if not len(titles) == len(labels) == count:
         raise ReadingError(
             f"--input {inputs}: {count} queries, {len(labels)} labels and {len(titles)} titles; "
             "give one each."
         )
-    return [Query(str(title), label) for title, label in zip(titles, labels, strict=True)]
+    queries = [Query(str(title), label) for title, label in zip(titles, labels, strict=True)]
+    return Exhibit(run, built, _tensor(arrays, built), queries, encoder)
 
 
 def _arrays(inputs: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -85,16 +83,7 @@ def _tensor(arrays: Mapping[str, np.ndarray[Any, Any]], model: nn.Module) -> tor
 
 
 def _trained(run: Run, model: str) -> nn.Module:
-    built = _build(model)
-    try:
-        built.load_state_dict(run.state_dict(), strict=False)
-    except RuntimeError as error:
-        first = str(error).partition("\n")[2].partition("\n")[0].strip()
-        raise ModelMismatchError(f"--model {model} is not the recorded model: {first}") from error
-    return built.eval()
-
-
-def _build(model: str) -> nn.Module:
+    """The model as a function of the user's builds it, with the weights of the run."""
     try:
         built = imported("--model", model)()
     except TypeError as error:
@@ -106,7 +95,12 @@ def _build(model: str) -> nn.Module:
         raise ReadingError(
             f"--model {model} returned a {type(built).__name__}; expected a torch.nn.Module."
         )
-    return built
+    try:
+        built.load_state_dict(run.state_dict(), strict=False)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[2].partition("\n")[0].strip()
+        raise ModelMismatchError(f"--model {model} is not the recorded model: {first}") from error
+    return built.eval()
 
 
 def imported(what: str, name: str) -> Any:
@@ -119,9 +113,22 @@ def imported(what: str, name: str) -> Any:
         raise ReadingError(f"{what} {name}: {error}; expected package.module:function.") from error
 
 
-def both_ways(best: Ranking, worst: Ranking) -> dict[str, Any]:
-    rankings = {"for": best, "against": worst}
-    return {name: [vars(row) for row in r.rows] for name, r in rankings.items()}
+def print_answer(answer: Answer, facts: dict[str, Any], count: int, as_json: bool) -> None:
+    """Prints the samples that count most for and against, of each query; as JSON also facts."""
+    scores = answer.scores
+    best, worst = scores.top(count), scores.bottom(count)
+    if as_json:
+        queries = range(len(scores.queries))
+        if scores.check is not None:
+            facts["check"] = [scores.check.lines(at) for at in queries]
+        sides = {"for": best, "against": worst}
+        rows = {side: [vars(row) for row in ranking.rows] for side, ranking in sides.items()}
+        print_json({"queries": scores.queries, **facts, **rows})
+    elif answer.reading is not None:
+        print_results(answer.reading, best, worst)
+    else:
+        print_results(best, worst)
+        click.echo(answer.note)
 
 
 def print_results(*results: Any) -> None:
@@ -131,4 +138,8 @@ def print_results(*results: Any) -> None:
 
 
 def print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=1, default=str))
+    click.echo(json.dumps(value, indent=1, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,17 @@ from dualform.cli.options import (
     INPUT,
     MODEL,
     as_json,
-    asked_of,
-    both_ways,
     count,
+    model_and_input,
+    print_answer,
     print_json,
     print_results,
     run_argument,
 )
 from dualform.errors import CorruptError, DualformError, ReadingError
 from dualform.ledger import Ledger
-from dualform.read import Reading, Run, Spotlight, open_run
+from dualform.read import Run, open_run
+from dualform.read.ask import Question, ask
 
 
 @click.command()
@@ -36,7 +36,16 @@ def info(run: Path, check: bool, as_json: bool) -> None:
     problems = opened.check() if check else [problem for _, problem in ledger.damage]
     facts: dict[str, Any] = {"problems": problems} if check or problems else {}
     with suppress(CorruptError) if problems else nullcontext():  # they are said below
-        facts = _facts(opened, ledger) | facts
+        facts = {
+            "steps": opened.steps,
+            "unfinished": ledger.unfinished,
+            "kept_steps": opened.kept_steps,
+            "samples": len(opened.ids),
+            "layers": opened.layers,
+            "bytes": opened.nbytes,
+            **opened.info.metadata,
+            **facts,
+        }
         if not as_json:
             print_results(opened)
             if ledger.unfinished:
@@ -47,18 +56,6 @@ def info(run: Path, check: bool, as_json: bool) -> None:
         click.echo("Every committed byte is as it was written.")
     if problems:
         raise DualformError(f"{len(problems)} damaged: {' '.join(problems)}")
-
-
-def _facts(opened: Run, ledger: Ledger) -> dict[str, Any]:
-    return {
-        "steps": opened.steps,
-        "unfinished": ledger.unfinished,
-        "kept_steps": opened.kept_steps,
-        "samples": len(opened.ids),
-        "layers": opened.layers,
-        "bytes": opened.nbytes,
-        **opened.info.metadata,
-    }
 
 
 @click.command()
@@ -89,43 +86,32 @@ def question(command: Any) -> Any:
 @question
 @count
 @as_json
-def top(run: Path, count: int, as_json: bool, **asked: Any) -> None:
-    """Which samples is a layer's output made of?
-
-    The query is a training sample as each layer last saw it, or what --model is called with.
-    """
-    reading = _reading(open_run(run), **asked)
-    best, worst = reading.top(count), reading.bottom(count)
-    if as_json:
-        lines = [reading.check.lines(at) for at in range(len(reading.names))]
-        facts = {"layer": reading.layer, "queries": reading.names, "check": lines}
-        print_json({**facts, **both_ways(best, worst)})
-    else:
-        print_results(reading, best, worst)
-
-
-def _reading(
-    run: Run,
-    samples: Sequence[str],
+def top(
+    run: Path,
+    samples: tuple[str, ...],
     model: str | None,
     inputs: Path | None,
     layer: str | None,
     output: int | None,
-) -> Reading:
+    count: int,
+    as_json: bool,
+) -> None:
+    """Which samples is a layer's output made of?
+
+    The query is a training sample as each layer last saw it, or what --model is called with.
+    """
+    opened = open_run(run)
     if bool(samples) == bool(model):
         raise ReadingError(
             "say what to ask: --sample ID (a training sample, as each layer last saw it), or "
             "--model package.module:function with --input x.npy."
         )
-    spotlight = _spotlight(run, samples, model, inputs, output)
-    return spotlight.last if layer is None else spotlight[layer]
-
-
-def _spotlight(
-    run: Run, samples: Sequence[str], model: str | None, inputs: Path | None, output: int | None
-) -> Spotlight:
+    ids = tuple(opened.sample_id(name) for name in samples)
+    asked = Question("layer", layer, output, ids)
     if model is None:
-        return run.revisit([run.sample_id(name) for name in samples], output)
-    if inputs is None:
+        answer = ask(opened, asked)
+    elif inputs is None:
         raise ReadingError("--model needs --input x.npy: what to call the model with.")
-    return run.spotlight(*asked_of(run, model, inputs), output)
+    else:
+        answer = ask(opened, asked, *model_and_input(opened, model, inputs))
+    print_answer(answer, {"layer": answer.question.layer}, count, as_json)

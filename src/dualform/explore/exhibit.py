@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock, local
@@ -11,17 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from dualform.errors import DualformError, ReadingError
+from dualform.explore.cards import LONGEST_NAME, plain_label, preview_card, shorten
+from dualform.explore.contract import AnyText, ImageSize, QueryCard
 from dualform.explore.encoding import Encode, Pixels, decoded_image, typed_text
-from dualform.explore.pictures import picture, shorten
 from dualform.ledger.samples import Label, Preview, SampleId
 from dualform.read import Run
-from dualform.read.queries import arguments, check_model
-from dualform.read.targets import Asked
+from dualform.read.outputs import Asked, check_model, model_outputs, output_tensor
 
-LONGEST_NAME = 80
 FITTED = 16
 """How many pictures are looked at to find out how inputs are made of pixels."""
 TOGETHER = 256
@@ -49,7 +47,7 @@ class Subject:
 
     name: str
     """As the URL has it: "12", "sample:7", "image:…", "text:…"."""
-    shown: Query
+    query: Query
     x: Any = None
     sample: SampleId | None = None
 
@@ -60,7 +58,7 @@ class Exhibit:
     >>> from dualform.testing import tiny_run
     >>> run, model, x = tiny_run()
     >>> exhibit = Exhibit(run, model, x[:2], [Query("one"), Query("two", label=1)])
-    >>> len(exhibit), exhibit.subject("1").shown.label, exhibit.subject("sample:7").sample
+    >>> len(exhibit), exhibit.subject("1").query.label, exhibit.subject("sample:7").sample
     (2, 1, 7)
 
     Args:
@@ -136,7 +134,7 @@ class Exhibit:
 
     def words(self, at: int) -> str:
         """What a query can be searched by, in lower case."""
-        query = self._queries[at] if len(self) else self.some([at])[0].shown
+        query = self._queries[at] if len(self) else self.some([at])[0].query
         text = query.preview.data if query.preview and query.preview.kind == "text" else ""
         label = "" if query.label is None else plain_label(query.label)
         return f"{query.title} {label} {text}".lower()
@@ -151,9 +149,9 @@ class Exhibit:
         known = predicted is not None and label is not None and self.classes
         return predicted == plain_label(label) if known else None
 
-    def card(self, subject: Subject) -> dict[str, Any]:
+    def card(self, subject: Subject) -> QueryCard:
         """What to show of a query, as JSON."""
-        shown, predicted = subject.shown, self._predicted(subject)
+        shown, predicted = subject.query, self._predicted(subject)
         title = shorten(shown.title, LONGEST_NAME)
         return {
             "query": subject.name,
@@ -161,16 +159,8 @@ class Exhibit:
             "label": plain_label(shown.label),
             "predicted": predicted,
             "right": self._is_right(shown.label, predicted),
-            "preview": picture(shown.preview, f"'{title}'"),
+            "preview": preview_card(shown.preview, f"'{title}'"),
         }
-
-    def outputs(self, x: Any, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """(places, classes): what the model gives for one query, with these weights or its own."""
-        assert self.model is not None
-        args, kwargs = arguments(x)
-        with torch.no_grad():
-            found = functional_call(self.model, dict(weights or {}), args, kwargs)
-        return logits(found).double().cpu()
 
     @cached_property
     def image(self) -> tuple[int, ...] | None:
@@ -185,7 +175,7 @@ class Exhibit:
         return self._encode or self._pixels
 
     @cached_property
-    def accepts(self) -> dict[str, Any] | None:
+    def accepts(self) -> ImageSize | AnyText | None:
         """What may be drawn, uploaded or typed, as JSON."""
         if self.encode is None:
             return None
@@ -199,7 +189,10 @@ class Exhibit:
         """Whether labels are numbers of the model's outputs."""
         given = {plain_label(query.label) for query in self._queries}
         labels = (given | set(self.run.samples.labels.values())) - {None}
-        return self._width > 1 and bool(labels) and all(_is_unit(la, self._width) for la in labels)
+        if not labels or self._width < 2:
+            return False
+        numbers = [la for la in labels if isinstance(la, int) and not isinstance(la, bool)]
+        return len(numbers) == len(labels) and all(0 <= la < self._width for la in numbers)
 
     @cached_property
     def predictions(self) -> list[int] | None:
@@ -209,7 +202,7 @@ class Exhibit:
         batches = torch.split(torch.arange(len(self)), TOGETHER)
         with self._lock, torch.no_grad():
             found = [self._asked.output(self._model, batch.tolist()) for batch in batches]  # type: ignore[arg-type]
-        numbers: list[int] = torch.cat([_scores(out) for out in found]).argmax(1).tolist()
+        numbers: list[int] = torch.cat([output_tensor(out) for out in found]).argmax(1).tolist()
         return numbers if len(numbers) == len(self) else None
 
     @cached_property
@@ -218,7 +211,7 @@ class Exhibit:
         if self._asked is None:
             return self.run.info.streams[-1].values[0] if self.run.layers else 0
         with self._lock, torch.no_grad():
-            found = _scores(self._asked.output(self._model, [0]))  # type: ignore[arg-type]
+            found = output_tensor(self._asked.output(self._model, [0]))  # type: ignore[arg-type]
         return found.shape[1] if found.ndim == 2 else 0
 
     @cached_property
@@ -240,7 +233,8 @@ class Exhibit:
             return None
         if subject.name.isdecimal():
             return self.predictions[int(subject.name)] if self.predictions else None
-        found = self.outputs(subject.x)
+        assert self.model is not None
+        found = model_outputs(self.model, subject.x)
         return int(found[0].argmax()) if len(found) == 1 else None
 
     def _given(self, name: str) -> Subject:
@@ -284,33 +278,6 @@ class Exhibit:
             ) from error
 
 
-def logits(output: Any) -> Tensor:
-    """(places, classes): one query's output, whose batch has one element."""
-    found = _scores(output)
-    if found.ndim not in (2, 3) or found.shape[-1] < 1:
-        raise ReadingError(
-            f"the model gives {tuple(found.shape)} for one query; the explorer asks about models "
-            "that give (batch, classes) or (batch, positions, classes). Ask about a layer instead."
-        )
-    return found.reshape(-1, found.shape[-1])
-
-
-def _scores(output: Any) -> Tensor:
-    """The output as a tensor; transformers' models call it logits."""
-    found = getattr(output, "logits", output)
-    return found if isinstance(found, Tensor) else torch.zeros(0)
-
-
 def _any_number(output: Any) -> Tensor:
     """A target for those who ask for none: they want queries one by one."""
-    return _scores(output).flatten()[:1].sum()
-
-
-def _is_unit(label: Any, width: int) -> bool:
-    return isinstance(label, int) and not isinstance(label, bool) and 0 <= label < width
-
-
-def plain_label(label: Any) -> Any:
-    """A label out of a tensor or an array as an ordinary number; a text without line breaks."""
-    found = label.item() if hasattr(label, "item") else label
-    return shorten(found, LONGEST_NAME) if isinstance(found, str) else found
+    return output_tensor(output).flatten()[:1].sum()

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dualform.explore.exhibit import LONGEST_NAME, Exhibit, plain_label
-from dualform.explore.found import NEEDS_MODEL
-from dualform.explore.pictures import shorten
+from dualform.explore.cards import LONGEST_NAME, plain_label, shorten
+from dualform.explore.contract import Ask, QuestionCard, RunView
+from dualform.explore.exhibit import Exhibit
 from dualform.ledger import Stream
 from dualform.read import Run
-from dualform.read.scan import Scan, places
+from dualform.read.ask import NEEDS_MODEL, layer_places, layer_rows
 from dualform.read.shown import moment
 
-QUESTIONS = {
+QUESTIONS: dict[Ask, tuple[str, str]] = {
     "layer": (
         "This layer",
         "What one layer's output is made of: exact amounts, training sample by training sample.",
@@ -41,59 +41,70 @@ QUESTIONS = {
 }
 
 
-def run_facts(exhibit: Exhibit) -> dict[str, Any]:
+def run_facts(exhibit: Exhibit) -> RunView:
     """The run, its layers, its labels, and the questions there are."""
     run = exhibit.run
     counts = Counter(plain_label(run.samples.labels.get(name)) for name in run.ids)
     labels = sorted((la for la in counts if la is not None), key=lambda la: (str(type(la)), la))
+    questions: list[QuestionCard] = []
+    for ask, (title, meaning) in QUESTIONS.items():
+        known = ask in ("layer", "keys") or exhibit.model is not None
+        why = "" if known else f"It needs the model: {NEEDS_MODEL}."
+        card: QuestionCard = {
+            "ask": ask,
+            "title": title,
+            "meaning": meaning,
+            "available": known,
+            "why": why,
+        }
+        questions.append(card)
     return {
         "name": run.path.resolve().name,
+        "runs": 1,
+        "carried": False,
         "steps": run.steps,
         "samples": len(run.ids),
         "bytes": run.nbytes,
-        "bins": {"unit": run.bins.unit, "edges": list(run.bins.edges)},
-        "layers": [_layer(run, stream) for stream in run.info.streams],
+        "bins": {
+            "unit": "epoch" if run.bins.unit == "epoch" else "step",
+            "edges": list(run.bins.edges),
+        },
+        "layers": [
+            {
+                "name": stream.name,
+                "inputs": math.prod(stream.keys),
+                "outputs": stream.values[0] if stream.layout else math.prod(stream.values),
+                "rows": layer_rows(run, stream.name),
+                "places": layer_places(run, stream.name),
+                "grid": grid(stream),
+            }
+            for stream in run.info.streams
+        ],
         "columns": list(run.samples.columns),
         "labels": [{"label": label, "count": counts[label]} for label in labels],
         "classes": exhibit.classes,
-        "questions": [_question(ask, exhibit) for ask in QUESTIONS],
+        "questions": questions,
         "queries": exhibit.listed,
         "accepts": exhibit.accepts,
         "facts": _facts(run),
     }
 
 
-def _layer(run: Run, stream: Stream) -> dict[str, Any]:
-    ledger = run.source.ledger
-    return {
-        "name": stream.name,
-        "inputs": math.prod(stream.keys),
-        "outputs": stream.values[0] if stream.layout else math.prod(stream.values),
-        "rows": Scan(ledger, stream, run.steps).rows,
-        "places": places(ledger, stream),
-        "grid": grid(stream),
-    }
-
-
-def grid(stream: Stream) -> list[int] | None:
+def grid(stream: Stream) -> tuple[int, int] | None:
     """Height and width of a layer's patches, where they lie in a plane."""
-    return list(stream.values[1:]) if stream.layout and len(stream.values) == 3 else None
+    if not stream.layout or len(stream.values) != 3:
+        return None
+    _, height, width = stream.values
+    return height, width
 
 
-def members_of(exhibit: Exhibit, column: str) -> dict[Any, NDArray[np.int64]]:
+def members_of(run: Run, column: str) -> dict[Any, NDArray[np.int64]]:
     """The places of the samples of each value of a column; None for those without one."""
-    known, found = exhibit.run.samples.columns[column], dict[Any, list[int]]()
-    for at, name in enumerate(exhibit.run.source.ids):
+    known, found = run.samples.columns[column], dict[Any, list[int]]()
+    for at, name in enumerate(run.source.ids):
         found.setdefault(plain_label(known.get(name)), []).append(at)
     order = sorted(found, key=lambda value: (value is None, str(type(value)), value or 0))
     return {value: np.array(found[value]) for value in order}
-
-
-def _question(ask: str, exhibit: Exhibit) -> dict[str, Any]:
-    title, meaning = QUESTIONS[ask]
-    available = ask in ("layer", "keys") or exhibit.model is not None
-    why = "" if available else f"It needs the model: {NEEDS_MODEL}."
-    return {"ask": ask, "title": title, "meaning": meaning, "available": available, "why": why}
 
 
 def _facts(run: Run) -> dict[str, str]:

@@ -28,7 +28,7 @@ HEADERS = {
 }
 
 
-class Guard:
+class RequestGuard:
     """Lets in only who reached the server under its own name, from its own page.
 
     A page of a stranger can send a browser to a local server, by its address or by a name that

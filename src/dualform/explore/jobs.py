@@ -32,7 +32,7 @@ class CancelledByReader(DualformError):
     """Nobody waits for the answer any more."""
 
 
-class Job:
+class ViewJob:
     """One view that is being worked out."""
 
     def __init__(self) -> None:
@@ -78,27 +78,27 @@ class Jobs:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="dualform-view")
-        self._running: dict[Hashable, Job] = {}
+        self._running: dict[Hashable, ViewJob] = {}
         self._lock = RLock()  # a job that is done at once says so while it is begun
 
-    def join(self, key: Hashable, make: Callable[[], Any]) -> Job:
+    def join(self, key: Hashable, make: Callable[[], Any]) -> ViewJob:
         """The job of this key, begun if there is none; `leave` it in the end."""
         with self._lock:
             job = self._running.get(key)
             if job is None or job.unwanted:
-                job = self._running[key] = Job()
+                job = self._running[key] = ViewJob()
                 job.future = self._pool.submit(job.work, make)
-                job.future.add_done_callback(lambda _: self._done(key, job))
+                job.future.add_done_callback(lambda _: self._remove(key, job))
             job.waiting += 1
             return job
 
-    def _done(self, key: Hashable, job: Job) -> None:
+    def _remove(self, key: Hashable, job: ViewJob) -> None:
         with self._lock:
             if self._running.get(key) is job:
                 del self._running[key]
 
 
-async def follow(job: Job) -> AsyncIterator[dict[str, Any]]:
+async def follow(job: ViewJob) -> AsyncIterator[dict[str, Any]]:
     """News while there is some, then the result or the error."""
     future, told = asyncio.wrap_future(job.future), None
     future.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, by us

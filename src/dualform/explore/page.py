@@ -37,7 +37,7 @@ def served_page() -> str:
     )
 
 
-def carried_page(title: str, carried: Any) -> str:
+def report_page(title: str, data: Any) -> str:
     """The page as one file: script, style and data are inside, and nothing else can be loaded."""
     script, style = asset("app.js"), asset("app.css")
     if "</script" in script.lower() or "</style" in style.lower():
@@ -47,8 +47,8 @@ def carried_page(title: str, carried: Any) -> str:
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>'
-    data = f'<script type="application/json" id="carried">{harmless_json(carried)}</script>'
-    return _page(title, head, f'{data}\n<script type="module">{script}</script>')
+    carried = f'<script type="application/json" id="carried">{harmless_json(data)}</script>'
+    return _page(title, head, f'{carried}\n<script type="module">{script}</script>')
 
 
 def harmless_json(value: Any) -> str:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from dualform.errors import ReadingError
-from dualform.explore.exhibit import Exhibit, plain_label
-from dualform.explore.page import carried_page
-from dualform.explore.parameters import Given
+from dualform.explore.cards import plain_label, sample_cards
+from dualform.explore.contract import (
+    BooksView,
+    LayersView,
+    PreviewCard,
+    ReportData,
+    RunView,
+)
+from dualform.explore.exhibit import Exhibit
+from dualform.explore.page import report_page
+from dualform.explore.parameters import Parameters
 from dualform.explore.views import Explorer, Json
 from dualform.ledger.files import write_durably
-from dualform.read.progress import LateProgress, together
+from dualform.read.ask import nothing_by_row
+from dualform.read.progress import together
 from dualform.read.scores import Array
-from dualform.read.spotlight import nothing_by_row
 
 MOST_QUERIES = 24
 ALTERNATIVES = {"layer": 3, "network": 2}
@@ -53,9 +62,9 @@ def write_report(
         raise ReadingError(f"'{target}' is a folder; give a file, such as '{target}/report.html'.")
     if not exhibit.run.layers:
         raise ReadingError(f"{nothing_by_row(exhibit.run.source.ledger)}.")
-    carried = Carried(Explorer(exhibit), list(queries or usual_queries(exhibit))).content()
+    data = ReportContent(Explorer(exhibit), list(queries or usual_queries(exhibit))).collect()
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(target, carried_page(f"dualform · {carried['run']['name']}", carried))
+    write_durably(target, report_page(f"dualform · {data['run']['name']}", data))
     return target
 
 
@@ -70,144 +79,129 @@ def usual_queries(exhibit: Exhibit) -> list[str]:
     return [f"sample:{name}" for name in chosen[:MOST_QUERIES]]
 
 
-class Carried:
-    """What a report carries, in the shape that the front end reads; see docs/explorer-api.md."""
+class ReportContent:
+    """What a report carries, in the shape that the front end reads: `contract.ReportData`."""
 
     def __init__(self, explorer: Explorer, queries: Sequence[str]) -> None:
         self._explorer, self._queries = explorer, queries
         self._run = explorer.run
-        self._left = CELL_BYTES
-        self._shown: dict[str, Json] = {}
-        """Previews of the samples that are shown somewhere."""
+        self._bytes_left = CELL_BYTES
+        self._previews: dict[str, PreviewCard] = {}
+        """Of the samples that are shown somewhere."""
 
-    def content(self) -> Json:
-        """Everything, as JSON; says how far it is."""
-        asked = list(self._questions())
+    def collect(self) -> ReportData:
+        """Everything; says how far it is."""
+        view, exhibit, ids = self._explorer.view, self._explorer.exhibit, self._run.ids
+        asked, answers = list(self._questions()), dict[str, Any]()
         with together("writing the report", len(asked) + 1) as progress:
-            answers = dict(self._answers(asked, progress))
-            found = self._rest() | {"answers": answers}
+            for question in asked:
+                answers.update(self._answer(*question))
+                progress.advance(1)
+            self._add_previews(view("suspects", {"limit": str(SUSPECTS)})["samples"])
+            pages = dict[str, Any]()
+            for name in list(self._previews)[:PAGES]:
+                page = view("sample", {"id": name})
+                pages[name] = page | {side: page[side][:EFFECTS] for side in ("helps", "hurts")}
+            self._add_all_previews()
+            columns = self._run.samples.columns
+            data: ReportData = {
+                "run": cast(RunView, view("run", {}))
+                | {"carried": True, "queries": len(self._queries)},
+                "books": cast(BooksView, view("books", {})),
+                "ids": ids,
+                "suspicion": _packed(self._explorer.suspicion),
+                "columns": {
+                    column: [plain_label(known.get(name)) for name in ids]
+                    for column, known in columns.items()
+                },
+                "previews": self._previews,
+                "queries": [exhibit.card(exhibit.subject(query)) for query in self._queries],
+                "answers": answers,
+                "layers": self._layers(),
+                "samples": pages,
+            }
             progress.advance(1)
-        return found
-
-    def _rest(self) -> Json:
-        """What is not an answer to a query."""
-        self._show(self._explorer.view("suspects", {"limit": str(SUSPECTS)})["samples"])
-        pages = {name: self._page(name) for name in list(self._shown)[:PAGES]}
-        ids, columns = self._run.ids, self._run.samples.columns
-        self._show_all()
-        return {
-            "run": self._explorer.view("run", {})
-            | {"carried": True, "queries": len(self._queries)},
-            "books": self._explorer.view("books", {}),
-            "suspicion": _packed(self._explorer.suspicion),
-            "ids": ids,
-            "columns": {
-                column: [plain_label(known.get(name)) for name in ids]
-                for column, known in columns.items()
-            },
-            "queries": [self._card(query) for query in self._queries],
-            "layers": dict(self._layers()),
-            "samples": pages,
-            "previews": self._shown,
-        }
-
-    def _card(self, query: str) -> Json:
-        exhibit = self._explorer.exhibit
-        return exhibit.card(exhibit.subject(query))
-
-    def _answers(
-        self, asked: Sequence[tuple[str, str, str | None, int]], progress: LateProgress
-    ) -> Iterator[tuple[str, Json]]:
-        """The answers, as they are made; the first ones with cells."""
-        for one in asked:
-            yield from self._answer(*one)
-            progress.advance(1)
+        return data
 
     def _questions(self) -> Iterator[tuple[str, str, str | None, int]]:
-        """Every question to every query, by rank of output; first what people ask first."""
-        last = (None, self._run.layers[-1])
-        for rank in range(max(ALTERNATIVES.values())):
-            for ask, layer in self._asked():
-                if rank < (ALTERNATIVES.get(ask, 1) if layer in last else 1):
-                    for query in self._queries:
-                        yield query, ask, layer, rank
+        """Every question to every query, by rank of output; first what people ask first.
 
-    def _asked(self) -> list[tuple[str, str | None]]:
-        """The questions, in the order in which they may take up room."""
+        Their order is the one in which they may take up room.
+        """
         layers = self._run.layers
         whole = [("network", None), ("removed", None)] if self._explorer.exhibit.model else []
         own = [("layer", layer) for layer in [*layers[-1:], *layers[:-1]]]
-        return [*own[:1], *whole, *own[1:], ("keys", layers[-1])]
+        asks = [*own[:1], *whole, *own[1:], ("keys", layers[-1])]
+        for rank in range(max(ALTERNATIVES.values())):
+            for ask, layer in asks:
+                if rank < (ALTERNATIVES.get(ask, 1) if layer in (None, layers[-1]) else 1):
+                    for query in self._queries:
+                        yield query, ask, layer, rank
 
-    def _answer(
-        self, query: str, ask: str, layer: str | None, rank: int
-    ) -> Iterator[tuple[str, Json]]:
-        """The answer about the output of a rank among the query's outputs, if there is one."""
+    def _answer(self, query: str, ask: str, layer: str | None, rank: int) -> Json:
+        """The answer about the output of a rank among the query's outputs, if there is one.
+
+        The evidence is without pictures, each of which is carried once, and with highlights.
+        """
         if ask in ("network", "removed") and query.startswith("sample:"):
-            return
-        given = {"query": query, "ask": ask, "layer": layer or ""}
-        first = self._explorer.view("answer", given)
+            return {}
+        view, parameters = self._explorer.view, {"query": query, "ask": ask, "layer": layer or ""}
+        first = view("answer", parameters)
         if rank >= len(first["outputs"]):
-            return
+            return {}
         output = first["outputs"][rank]["output"]
-        asked = given | {"output": str(output)}
-        answer = first if output == first["output"] else self._explorer.view("answer", asked)
-        key, cells = f"{query}|{ask}|{layer or ''}|{output}", self._cells(asked)
-        yield key, answer | {"cells": cells, "sides": self._sides(answer["sides"], asked)}
-
-    def _sides(self, sides: Json, asked: dict[str, str]) -> Json:
-        """The evidence without pictures, each of which is carried once, and with highlights."""
-        for side in sides.values():
-            self._show(side["samples"])
-        ids = [str(line["id"]) for side in sides.values() for line in side["samples"]]
-        marked = self._explorer.view("highlights", asked | {"id": ids})["samples"] if ids else {}
-        return {
-            name: side | {"samples": [_bare(line, marked) for line in side["samples"]]}
-            for name, side in sides.items()
+        asked = parameters | {"output": str(output)}
+        answer = first if output == first["output"] else view("answer", asked)
+        cards = [card for side in answer["sides"].values() for card in side["samples"]]
+        self._add_previews(cards)
+        ids = [str(card["id"]) for card in cards]
+        marked = view("highlights", asked | {"id": ids})["samples"] if ids else {}
+        sides = {
+            name: side
+            | {
+                "samples": [
+                    card | {"preview": None} | marked.get(str(card["id"]), {})
+                    for card in side["samples"]
+                ]
+            }
+            for name, side in answer["sides"].items()
         }
+        key = f"{query}|{ask}|{layer or ''}|{output}"
+        return {key: answer | {"cells": self._cells(asked), "sides": sides}}
 
     def _cells(self, asked: dict[str, str]) -> str | None:
         """Amounts by sample and bin, as long as there is room for them."""
-        cells = self._explorer.found(Given(asked)).cells.astype("<f4")
-        if cells.nbytes > self._left:
+        parameters = Parameters.read(asked)
+        cells = self._explorer.ask(parameters.query, parameters.question).cells.astype("<f4")
+        if cells.nbytes > self._bytes_left:
             return None
-        self._left -= cells.nbytes
+        self._bytes_left -= cells.nbytes
         return _packed(cells)
 
-    def _layers(self) -> Iterator[tuple[str, Json]]:
+    def _layers(self) -> dict[str, LayersView]:
+        """Each layer's share of the queries' first outputs, where the network can be asked."""
+        own = [query for query in self._queries if not query.startswith("sample:")]
         if self._explorer.exhibit.model is None:
-            return
-        for query in self._queries:
-            if not query.startswith("sample:"):
-                found = self._explorer.view("layers", {"query": query})
-                yield f"{query}|{found['output']}", found
+            return {}
+        found = {query: self._explorer.view("layers", {"query": query}) for query in own}
+        return {f"{q}|{view['output']}": cast(LayersView, view) for q, view in found.items()}
 
-    def _page(self, sample: str) -> Json:
-        page = self._explorer.view("sample", {"id": sample})
-        return page | {side: page[side][:EFFECTS] for side in ("helps", "hurts")}
+    def _add_previews(self, cards: Iterable[Mapping[str, Any]]) -> None:
+        for card in cards:
+            if card["preview"] is not None:
+                self._previews.setdefault(str(card["id"]), card["preview"])
 
-    def _show(self, lines: Sequence[Json]) -> None:
-        for line in lines:
-            if line["preview"] is not None:
-                self._shown.setdefault(str(line["id"]), line["preview"])
-
-    def _show_all(self) -> None:
+    def _add_all_previews(self) -> None:
         """The other samples' previews, as long as there is room."""
-        left = PREVIEW_BYTES
+        left, nothing = PREVIEW_BYTES, np.zeros(len(self._run.ids))
         for at, name in enumerate(self._run.ids):
-            line = self._explorer.line(at)
-            left -= len(str(line["preview"])) if str(name) not in self._shown else 0
+            cards = sample_cards(self._run, [at], nothing)
+            left -= len(str(cards[0]["preview"])) if str(name) not in self._previews else 0
             if left < 0:
                 return
-            self._show([line])
+            self._add_previews(cards)
 
 
 def _packed(numbers: Array) -> str:
     """Numbers as base64 of little-endian float32."""
     return b64encode(np.ascontiguousarray(numbers, dtype="<f4").tobytes()).decode()
-
-
-def _bare(line: Json, marked: Json) -> Json:
-    """A piece of evidence without its picture, but with its text's highlights."""
-    highlights: Json = marked.get(str(line["id"]), {})
-    return line | {"preview": None} | highlights

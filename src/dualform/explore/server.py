@@ -18,10 +18,10 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from dualform.errors import DualformError
-from dualform.explore.guard import Guard, is_loopback, refused
-from dualform.explore.jobs import WORKERS, Job, Jobs, follow, unforeseen
+from dualform.explore.cards import shorten
+from dualform.explore.guard import RequestGuard, is_loopback, refused
+from dualform.explore.jobs import WORKERS, Jobs, ViewJob, follow, unforeseen
 from dualform.explore.page import asset, json_text, served_page
-from dualform.explore.pictures import shorten
 from dualform.explore.views import Explorer, Json
 
 ASSETS = {"app.js": "text/javascript", "app.css": "text/css"}
@@ -29,7 +29,7 @@ NDJSON = "application/x-ndjson"
 MOST_FIELDS = 20_000
 
 
-class Site:
+class ExplorerRoutes:
     """The routes of the explorer, for one run or several."""
 
     def __init__(self, explorers: Sequence[Explorer]) -> None:
@@ -54,18 +54,26 @@ class Site:
 
     async def view(self, request: Request) -> Response:
         """A view: as JSON when it is done, or line by line with news of how far it is."""
-        explorer, name = self._explorer(request), request.path_params["view"]
-        parameters = _parameters(request.url.query)
-        key = (request.url.path, request.url.query)
-        job = self._jobs.join(key, lambda: self._view(explorer, name, parameters))
-        if NDJSON in request.headers.get("accept", ""):
-            return StreamingResponse(_lines(job), media_type=NDJSON)
-        return await _whole(request, job)
+        explorer, name, query = (
+            self._explorer(request),
+            request.path_params["view"],
+            request.url.query,
+        )
+        try:
+            parameters = parse_qs(
+                query, keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict"
+            )
+        except ValueError as error:
+            raise DualformError(f"the parameters cannot be read: {error}.") from error
 
-    def _view(self, explorer: Explorer, name: str, parameters: dict[str, list[str]]) -> Json:
-        """A run's own views, and with its facts how many runs there are to compare."""
-        found = explorer.view(name, parameters)
-        return found | {"runs": len(self._explorers)} if name == "run" else found
+        def make() -> Json:
+            found = explorer.view(name, parameters)
+            return found | {"runs": len(self._explorers)} if name == "run" else found
+
+        job = self._jobs.join((request.url.path, query), make)
+        if NDJSON in request.headers.get("accept", ""):
+            return StreamingResponse(_news_and_result(job), media_type=NDJSON)
+        return await _result(request, job)
 
     def _explorer(self, request: Request) -> Explorer:
         number: int = request.path_params["run"]
@@ -83,7 +91,7 @@ def make_app(explorers: Sequence[Explorer], token: str | None = None) -> Starlet
     >>> [route.path for route in make_app([Explorer(Exhibit(run, model, x))]).routes]
     ['/', '/assets/{name}', '/api/{run:int}/suspects.csv', '/api/{run:int}/{view}']
     """
-    site = Site(explorers)
+    site = ExplorerRoutes(explorers)
     return Starlette(
         routes=[
             Route("/", site.page),
@@ -91,7 +99,7 @@ def make_app(explorers: Sequence[Explorer], token: str | None = None) -> Starlet
             Route("/api/{run:int}/suspects.csv", site.suspects),
             Route("/api/{run:int}/{view}", site.view),
         ],
-        middleware=[Middleware(Guard, token=token)],
+        middleware=[Middleware(RequestGuard, token=token)],
         exception_handlers={
             404: lambda request, error: refused(404, f"there is nothing at {request.url.path}."),
             DualformError: lambda request, error: refused(400, str(error)),
@@ -138,14 +146,7 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _parameters(query: str) -> dict[str, list[str]]:
-    try:
-        return parse_qs(query, keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="strict")
-    except ValueError as error:
-        raise DualformError(f"the parameters cannot be read: {error}.") from error
-
-
-async def _lines(job: Job) -> AsyncIterator[str]:
+async def _news_and_result(job: ViewJob) -> AsyncIterator[str]:
     """News and result, a line each; a reader who goes away is one less to work for."""
     try:
         async for news in follow(job):
@@ -154,7 +155,7 @@ async def _lines(job: Job) -> AsyncIterator[str]:
         job.leave()
 
 
-async def _whole(request: Request, job: Job) -> Response:
+async def _result(request: Request, job: ViewJob) -> Response:
     """The result alone."""
     try:
         async for news in follow(job):

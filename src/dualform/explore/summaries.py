@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from dualform.explore.cards import sample_cards
+from dualform.explore.contract import CheckParts, GroupView, OutputValue, SideName, SideView
+from dualform.read import Check, Run
 from dualform.read.scores import Array
 
 SHOWN = 12
@@ -13,15 +18,10 @@ CURVE = 120
 """At how many points the sorted contributions of a group are given."""
 
 
-def largest(outputs: Array) -> list[dict[str, Any]]:
+def largest(outputs: Array) -> list[OutputValue]:
     """The outputs with most, largest first."""
     order = np.argsort(-outputs, kind="stable")[:SHOWN]
     return [{"output": int(at), "value": float(outputs[at])} for at in order]
-
-
-def numbered(outputs: Array) -> list[dict[str, Any]]:
-    """All outputs, by number."""
-    return [{"output": at, "value": float(value)} for at, value in enumerate(outputs)]
 
 
 def ranked(amounts: Array, side: str) -> list[int]:
@@ -43,19 +43,50 @@ def strongest(amounts: Array, side: str) -> list[int]:
     return found
 
 
-def group(label: Any, amounts: Array) -> dict[str, Any]:
-    """The sums of one label's samples, and a curve of their amounts, the largest first.
+def sides(run: Run, amounts: Array) -> dict[SideName, SideView]:
+    """The evidence for and against: its sum, and the strongest samples."""
+    found: dict[SideName, SideView] = {}
+    members: dict[SideName, NDArray[np.bool_]] = {"for": amounts > 0, "against": amounts < 0}
+    for side, own in members.items():
+        found[side] = {
+            "sum": float(amounts[own].sum()),
+            "count": int(own.sum()),
+            "samples": sample_cards(run, strongest(amounts, side), amounts),
+        }
+    return found
 
-    >>> group("cat", np.array([-1.0, 3.0]))["curve"]
+
+def check_parts(check: Check | None) -> CheckParts | None:
+    """How the parts of a single query add up."""
+    if check is None:
+        return None
+    return {
+        "initial": float(check.initial[0]),
+        "evidence": float(check.evidence[0]),
+        "by_step": float(check.steps[0]),
+        "remainder": float(check.remainder[0]),
+        "total": float(check.total[0]),
+    }
+
+
+def groups(amounts: Array, members: Mapping[Any, NDArray[np.int64]]) -> list[GroupView]:
+    """The sums of each label's samples, and a curve of their amounts, the largest first.
+
+    >>> groups(np.array([-1.0, 3.0]), {"cat": np.array([0, 1])})[0]["curve"]
     [3.0, -1.0]
     """
-    curve = np.sort(amounts)[::-1]
-    points = np.linspace(0, len(curve) - 1, min(CURVE, len(curve))).round().astype(int)
-    return {
-        "label": label,
-        "count": len(curve),
-        "sum": float(curve.sum()),
-        "for": float(curve[curve > 0].sum()),
-        "against": float(curve[curve < 0].sum()),
-        "curve": [float(f"{value:.5g}") for value in curve[points]],  # drawn, not read
-    }
+    found: list[GroupView] = []
+    for label, places in members.items():
+        curve = np.sort(amounts[places])[::-1]
+        points = np.linspace(0, len(curve) - 1, min(CURVE, len(curve))).round().astype(int)
+        found.append(
+            {
+                "label": label,
+                "count": len(curve),
+                "sum": float(curve.sum()),
+                "for": float(curve[curve > 0].sum()),
+                "against": float(curve[curve < 0].sum()),
+                "curve": [float(f"{value:.5g}") for value in curve[points]],  # drawn, not read
+            }
+        )
+    return found

@@ -1,6 +1,6 @@
 """Every view of the explorer as JSON: what a page, a report and a notebook show alike.
 
-docs/explorer-api.md describes them. A view is a function of an `Explorer` and its parameters.
+contract.py says what each view answers. All numbers come through one door, `dualform.read.ask`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,39 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dualform.errors import ReadingError
-from dualform.explore.cache import Kept
+from dualform.explore.cache import ResultCache
+from dualform.explore.cards import sample_cards, shorten
+from dualform.explore.contract import (
+    ActsView,
+    AnswerView,
+    BooksView,
+    EffectCard,
+    EvidenceView,
+    HighlightsView,
+    LayersView,
+    QueriesView,
+    RunView,
+    SampleView,
+    SubtractView,
+    SuspectsView,
+)
 from dualform.explore.encoding import pieces
-from dualform.explore.exhibit import LONGEST_NAME, Exhibit, plain_label
+from dualform.explore.exhibit import Exhibit
 from dualform.explore.facts import grid, members_of, run_facts
-from dualform.explore.found import Found, Question, Reader
-from dualform.explore.parameters import Given
-from dualform.explore.pictures import picture, shorten
-from dualform.explore.summaries import SHOWN, group, largest, ranked, strongest
+from dualform.explore.parameters import Parameters
+from dualform.explore.summaries import SHOWN, check_parts, groups, largest, ranked, sides
 from dualform.ledger.samples import SampleId
-from dualform.read.removal import ACCOUNT, ESTIMATE, LAYER_ACCOUNT, less
-from dualform.read.scan import places
+from dualform.read import ask
+from dualform.read.ask import Answer, Question, RowErrors
+from dualform.read.removal import ACCOUNT, ESTIMATE, LAYER_ACCOUNT
 from dualform.read.scores import Array
-from dualform.read.suspicion import RowErrors, row_errors
 
 Json: TypeAlias = dict[str, Any]
 
@@ -40,7 +54,7 @@ MOST_HIGHLIGHTED = 100
 
 
 class Explorer:
-    """Answers for one exhibit; what was read is kept, as far as memory allows.
+    """Answers for one exhibit; answers are cached, as far as memory allows.
 
     >>> from dualform.testing import tiny_run
     >>> run, model, x = tiny_run()
@@ -54,18 +68,18 @@ class Explorer:
 
     def __init__(self, exhibit: Exhibit) -> None:
         self.exhibit, self.run = exhibit, exhibit.run
-        self.reader, self._kept = Reader(exhibit), Kept()
-        self._views: dict[str, Callable[[Given], Json]] = {
+        self._cache, self._ridge = ResultCache(), Lock()
+        self._views: dict[str, Callable[[Parameters], Any]] = {
             "acts": self._acts,
             "answer": self._answer,
             "books": self._books,
             "evidence": self._evidence,
-            "subtract": self._subtract,
             "highlights": self._highlights,
             "layers": self._layers,
             "queries": self._queries,
-            "run": self._facts,
+            "run": self._run,
             "sample": self._sample,
+            "subtract": self._subtract,
             "suspects": self._suspects,
         }
 
@@ -73,7 +87,16 @@ class Explorer:
         """One view as JSON."""
         if name not in self._views:
             raise ReadingError(f"there is no view '{name}'; there are {', '.join(self._views)}.")
-        return self._views[name](Given(parameters))
+        found: Json = self._views[name](Parameters.read(parameters))
+        return found
+
+    def ask(self, query: str, question: Question) -> Answer:
+        """What the run answers to a question about a query; it is read once."""
+        answer: Answer = self._cache.get((query, question), lambda: self._read(query, question))
+        for place in (question.place, answer.question.place):  # asked in full, it is the same
+            full = replace(answer.question, place=place, samples=())
+            self._cache.put((query, full), answer)
+        return answer
 
     def suspects_csv(self) -> str:
         """All samples, the most suspicious first, as a table for other programs."""
@@ -85,140 +108,163 @@ class Explorer:
             writer.writerow([name, self.run.samples.labels.get(name, ""), self.suspicion[at]])
         return out.getvalue()
 
-    def found(self, given: Given) -> Found:
-        """What was read for the question that parameters ask."""
-        question = Question(
-            given.text("query"),
-            given.text("ask", "layer"),
-            given.text("layer", "") or None,
-            given.number("output"),
-            given.number("place"),
-            given.number("at"),
-        )
-        found: Found = self._kept.get(question, lambda: self.reader(question))
-        for place in (question.place, found.question.place):  # asked in full, it is the same
-            self._kept.put(replace(found.question, place=place), found)
+    @cached_property
+    def suspicion(self) -> Array:
+        """(samples,): how suspicious each is, in the order of the ids."""
+        values: Array = self.run.suspicion().values[:, 0]
+        return values
+
+    def _read(self, query: str, question: Question) -> Answer:
+        subject = self.exhibit.subject(query)
+        samples = () if subject.sample is None else (subject.sample,)
+        if question.ask in ("layer", "keys") and question.layer is None:
+            if not self.run.layers:
+                raise ReadingError("no layer of this run was booked by row; the books say why.")
+            question = replace(question, layer=self.run.layers[-1])
+        complete = replace(question, samples=samples)
+        if question.ask != "removed":
+            return ask.ask(self.run, complete, self.exhibit.model, subject.x)
+        with self._ridge:  # what does not depend on the query is made once, not twice at a time
+            return ask.ask(self.run, complete, self.exhibit.model, subject.x)
+
+    def _run(self, asked: Parameters) -> RunView:
+        found: RunView = self._cache.get("run", lambda: run_facts(self.exhibit))
         return found
 
-    def _facts(self, given: Given) -> Json:
-        found: Json = self._kept.get("run", lambda: run_facts(self.exhibit))
+    def _books(self, asked: Parameters) -> BooksView:
+        found: BooksView = self._cache.get("books", lambda: self.run.audit().to_dict())
         return found
 
-    def _queries(self, given: Given) -> Json:
-        chosen = self._chosen_queries(given)
-        some = given.page(chosen, MOST_LISTED)
-        return {"total": len(chosen), "queries": self._cards(some)}
-
-    def _cards(self, at: Sequence[int]) -> list[Json]:
-        return [self.exhibit.card(subject) for subject in self.exhibit.some(at)]
-
-    def _chosen_queries(self, given: Given) -> list[int]:
-        exhibit, words = self.exhibit, given.text("search", "").lower()
-        chosen = [at for at in range(exhibit.listed) if words in exhibit.words(at)]
-        if given.text("wrong", "") in ("1", "true"):
+    def _queries(self, asked: Parameters) -> QueriesView:
+        exhibit = self.exhibit
+        chosen = [at for at in range(exhibit.listed) if asked.search in exhibit.words(at)]
+        if asked.wrong:
             chosen = [at for at in chosen if exhibit.right(at) is False]
-        return chosen
+        some = exhibit.some(asked.page(chosen, MOST_LISTED))
+        return {"total": len(chosen), "queries": [exhibit.card(subject) for subject in some]}
 
-    def _answer(self, given: Given) -> Json:
-        found = self.found(given)
-        question, amounts = found.question, self._amounts(found, given)
-        chosen, own = self._chosen(given), self._restricted(amounts, given)
-        subject = self.exhibit.subject(question.query)
-        only = self._only(found, given)
+    def _answer(self, asked: Parameters) -> AnswerView:
+        answer = self.ask(asked.query, asked.question)
+        question, check = answer.question, answer.scores.check
+        amounts, span = self._amounts(answer, asked)
+        members = self._members(asked.by)
+        chosen = self._chosen(asked, members)
+        own = np.where(chosen, amounts, 0.0)
+        only = ["Only what was learned in the chosen part of training."] if span else []
+        if asked.label:
+            only.append(f"Only samples whose {asked.by} is {shorten(asked.label, 40)}.")
+        notes = only if only and check else [*only, answer.note]
+        subject = self.exhibit.subject(asked.query)
+        marks = None if answer.marks is None else answer.marks.tolist()
+        of_model = question.ask in ("network", "removed")
         return {
             "query": self.exhibit.card(subject),
             "ask": question.ask,
             "layer": question.layer,
-            "output": question.output,
-            "asked": _asked(question),
-            "outputs": largest(found.outputs),
-            "check": None if only else found.check,
-            "error": None if only else found.missed,
-            "note": " ".join([*only, *([] if only and found.check else [found.note])]),
+            "output": answer.output,
+            "asked": f"output {answer.output} of "
+            + ("the model" if of_model else f"layer {question.layer}"),
+            "outputs": largest(answer.outputs),
+            "check": None if only else check_parts(check),
+            "error": None if only else answer.missed,
+            "note": " ".join(notes),
             "unit": "similarity" if question.ask == "keys" else "units of the output",
-            "sides": {side: self._side(own, side) for side in ("for", "against")},
-            "timeline": found.cells[chosen].sum(0).tolist() if self._bins(found) else None,
-            "groups": self._groups(amounts, given),
-            "places": 1 if found.marks is None else len(found.marks),
-            "place": None if found.marks is None else question.place,
-            "shared": found.shared,
-            "marks": None if found.marks is None else found.marks.tolist(),
-            "tokens": None
-            if found.marks is None
-            else pieces(subject.shown.preview, len(found.marks)),
+            "sides": sides(self.run, own),
+            "timeline": answer.cells[chosen].sum(0).tolist() if answer.bins else None,
+            "groups": groups(amounts, members),
+            "places": 1 if marks is None else len(marks),
+            "place": None if marks is None else question.place,
+            "shared": answer.shared,
+            "marks": marks,
+            "tokens": None if marks is None else pieces(subject.query.preview, len(marks)),
         }
 
-    def _evidence(self, given: Given) -> Json:
-        amounts = self._restricted(self._amounts(self.found(given), given), given)
-        lines = ranked(amounts, given.choice("side", ("for", "against")))
-        some = given.page(lines, MOST_LISTED)
-        return {"total": len(lines), "samples": [self.line(at, amounts[at]) for at in some]}
+    def _evidence(self, asked: Parameters) -> EvidenceView:
+        if asked.side not in ("for", "against"):
+            raise ReadingError(f"side='{shorten(asked.side, 40)}'; there are for, against.")
+        amounts, _ = self._amounts(self.ask(asked.query, asked.question), asked)
+        amounts = np.where(self._chosen(asked, self._members(asked.by)), amounts, 0.0)
+        listed = ranked(amounts, asked.side)
+        some = asked.page(listed, MOST_LISTED)
+        return {"total": len(listed), "samples": sample_cards(self.run, some, amounts)}
 
-    def _layers(self, given: Given) -> Json:
-        asked = given.without("layer", "at") | {"ask": "network"}
-        found = self.found(Given(asked))
-        assert found.shares is not None
-        assert found.check is not None
-        shares = [{"layer": name, "value": value} for name, value in found.shares.items()]
-        parts = {name: found.check[name] for name in ("initial", "by_step", "remainder", "total")}
-        return {"output": found.question.output, "shares": shares, **parts}
-
-    def _acts(self, given: Given) -> Json:
-        found = self.found(given)
-        sample = self.run.sample_id(given.text("id"))
-        at = self._place_of(sample)
-        where = self._where(found, [sample], given)
-        line = self.line(at, float(self._amounts(found, given)[at]))
-        preview = self.run.samples.preview(sample)
+    def _layers(self, asked: Parameters) -> LayersView:
+        question = replace(asked.question, ask="network", layer=None, at=None)
+        answer = self.ask(asked.query, question)
+        parts = check_parts(answer.scores.check)
+        assert parts is not None
         return {
-            **line,
-            "timeline": found.cells[at].tolist() if self._bins(found) else None,
+            "output": answer.output,
+            "shares": [{"layer": name, "value": value} for name, value in answer.shares.items()],
+            "initial": parts["initial"],
+            "by_step": parts["by_step"],
+            "remainder": parts["remainder"],
+            "total": parts["total"],
+        }
+
+    def _acts(self, asked: Parameters) -> ActsView:
+        answer = self.ask(asked.query, asked.question)
+        sample = self.run.sample_id(asked.one_id)
+        at = self._place_of(sample)
+        where = self._where(answer, [sample], asked)
+        preview, layer = self.run.samples.preview(sample), answer.question.layer or ""
+        (card,) = sample_cards(self.run, [at], self._amounts(answer, asked)[0])
+        return {
+            "id": card["id"],
+            "label": card["label"],
+            "value": card["value"],
+            "preview": card["preview"],
+            "timeline": answer.cells[at].tolist() if answer.bins else None,
             "places": None if where is None else where[0].tolist(),
             "tokens": None if where is None else pieces(preview, where.shape[1]),
-            "grid": None
-            if where is None
-            else grid(self.run.info.stream(found.question.layer or "")),
+            "grid": None if where is None else grid(self.run.info.stream(layer)),
         }
 
-    def _highlights(self, given: Given) -> Json:
+    def _highlights(self, asked: Parameters) -> HighlightsView:
         """What each piece of some samples' texts adds, where there is a position a piece."""
-        found = self.found(given)
-        chosen = [self.run.sample_id(name) for name in given.several("id", MOST_HIGHLIGHTED)]
+        answer = self.ask(asked.query, asked.question)
+        chosen = [self.run.sample_id(name) for name in asked.some_ids(MOST_HIGHLIGHTED)]
         previews = {name: self.run.samples.preview(name) for name in chosen}
         texts = {name: p for name, p in previews.items() if p and p.kind == "text"}
-        where = self._where(found, list(texts), given) if texts else None
+        where = self._where(answer, list(texts), asked) if texts else None
         if where is None:
             return {"samples": {}}
         cut = {name: pieces(text, where.shape[1]) for name, text in texts.items()}
         marked = zip(cut.items(), where.tolist(), strict=True)
-        samples = {
-            str(n): {"tokens": cut, "places": amounts} for (n, cut), amounts in marked if cut
+        return {
+            "samples": {
+                str(name): {"tokens": tokens, "places": amounts}
+                for (name, tokens), amounts in marked
+                if tokens
+            }
         }
-        return {"samples": samples}
 
-    def _where(self, found: Found, chosen: Sequence[SampleId], given: Given) -> Array | None:
+    def _where(self, answer: Answer, chosen: Sequence[SampleId], asked: Parameters) -> Array | None:
         """(samples, positions): what each position adds, where the layer has positions."""
-        question = found.question
-        if question.ask != "layer" or question.layer is None:
+        question = answer.question
+        if question.ask != "layer" or ask.layer_places(self.run, question.layer or "") < 2:
             return None
-        stream = self.run.info.stream(question.layer)
-        if places(self.run.source.ledger, stream) < 2:
-            return None
-        span, at = given.span(self._bins(found)), [self._place_of(name) for name in chosen]
-        found_places: Array = self._kept.get(
-            ("where", question, span, *at), lambda: self.reader.places(question, at, span)
+        span, at = asked.span(answer.bins), [self._place_of(name) for name in chosen]
+        model, x = self.exhibit.model, self.exhibit.subject(asked.query).x
+        found: Array = self._cache.get(
+            ("where", asked.query, question, span, *at),
+            lambda: ask.positions(self.run, question, at, span, model, x),
         )
-        return found_places
+        return found
 
-    def _sample(self, given: Given) -> Json:
-        sample = self.run.sample_id(given.text("id"))
+    def _sample(self, asked: Parameters) -> SampleView:
+        sample = self.run.sample_id(asked.one_id)
         at = self._place_of(sample)
         errors = self._errors
         mine = np.flatnonzero(errors.samples == at)
         bins = np.digitize(errors.steps[mine], self.run.bins.edges[1:-1], right=True)
         effects = self._effects(at)
+        (card,) = sample_cards(self.run, [at], np.zeros(at + 1))
         return {
-            **self.line(at),
+            "id": card["id"],
+            "label": card["label"],
+            "value": card["value"],
+            "preview": card["preview"],
             "visits": len(np.unique(errors.steps[mine])),
             "history": [
                 {"bin": int(b), "error": float(errors.relative[mine][bins == b].mean())}
@@ -232,141 +278,107 @@ class Explorer:
             "query": f"sample:{sample}",
         }
 
-    def _effects(self, at: int) -> list[Json]:
+    def _effects(self, at: int) -> list[EffectCard]:
         """What one sample adds to each query's prediction, largest first; only the ends."""
         values, outputs = self._on_queries
         order = np.argsort(-values[at], kind="stable")
         ends = np.unique(np.r_[np.arange(len(order))[:SHOWN], np.arange(len(order))[-SHOWN:]])
-        cards = self._cards(order[ends].tolist())
+        some = self.exhibit.some(order[ends].tolist())
         return [
-            {"query": card, "output": int(outputs[q]), "value": float(values[at, q])}
-            for card, q in zip(cards, order[ends], strict=True)
+            {
+                "query": self.exhibit.card(subject),
+                "output": int(outputs[q]),
+                "value": float(values[at, q]),
+            }
+            for subject, q in zip(some, order[ends], strict=True)
         ]
 
     @cached_property
     def _on_queries(self) -> tuple[Array, NDArray[np.int64]]:
         """(samples, queries) at the last layer, for the output each query has most of."""
-        return self.reader.on_queries(min(len(self.exhibit), MOST_EFFECTS))
+        count, model = min(len(self.exhibit), MOST_EFFECTS), self.exhibit.model
+        if not count or model is None:
+            return np.zeros((len(self.run.ids), 0)), np.zeros(0, dtype=np.int64)
+        return ask.effects(self.run, model, self.exhibit.inputs(count), count)
 
-    def _suspects(self, given: Given) -> Json:
-        some = given.page(self._ranks.tolist(), MOST_LISTED)
-        lines = [self.line(at, float(self.suspicion[at])) for at in some]
-        return {"total": len(self._ranks), "samples": lines}
+    @cached_property
+    def _errors(self) -> RowErrors:
+        return ask.errors(self.run)
 
-    def _subtract(self, given: Given) -> Json:
+    @cached_property
+    def _ranks(self) -> NDArray[np.int64]:
+        """The samples, the most suspicious first."""
+        return np.argsort(-self.suspicion, kind="stable")
+
+    def _suspects(self, asked: Parameters) -> SuspectsView:
+        some = asked.page(self._ranks.tolist(), MOST_LISTED)
+        return {"total": len(self._ranks), "samples": sample_cards(self.run, some, self.suspicion)}
+
+    def _subtract(self, asked: Parameters) -> SubtractView:
         """What is asked without some samples: an account, and an estimate where it is wanted."""
-        ids = [self.run.sample_id(name) for name in given.several("id", MOST_SUBTRACTED)]
-        found, places = self.found(given), [self._place_of(name) for name in ids]
-        of_layer = found.question.ask in ("layer", "keys")
-        asked = given.without("place", "at", "span", "label")
-        if not of_layer:
-            asked = given.without("layer", "place", "at", "span", "label") | {"ask": "network"}
-        elif found.question.ask == "keys":
-            asked |= {"ask": "layer"}
-        account = self.found(Given(asked | self._same_place(found)))
-        output = account.question.output or 0
-        before, left = float(account.outputs[output]), self._left(account, places)
-        after = {output: left}
-        if of_layer:
-            key = ("subtract", account.question, *ids)
-            outputs = self._kept.get(key, lambda: self.reader.layer_without(account, ids))
-            after = dict(enumerate(outputs.tolist())) | after
-        wanted = given.text("estimate", "") == "1" or found.question.ask == "removed"
+        ids = [self.run.sample_id(name) for name in asked.some_ids(MOST_SUBTRACTED)]
+        found, places = self.ask(asked.query, asked.question), [self._place_of(n) for n in ids]
+        kind, place = found.question.ask, found.question.place
+        model, x = self.exhibit.model, self.exhibit.subject(asked.query).x
+        same = replace(asked.question, ask="layer", place=place, at=None)
+        if kind not in ("layer", "keys"):
+            same = replace(same, ask="network", layer=None)
+        account = self.ask(asked.query, same)
+        outputs, output = account.outputs, account.output
+        after = {output: account.without(places)}
+        if same.ask == "layer":
+            rest: Array = self._cache.get(
+                ("subtract", asked.query, account.question, *ids),
+                lambda: ask.layer_without(self.run, account, ids, model, x),
+            )
+            after = dict(enumerate(rest.tolist())) | after
+        retrained = None
+        if (asked.estimate or kind == "removed") and ask.gives_output(found, model, x):
+            there = place if found.shared or kind != "layer" else None
+            removed = replace(same, ask="removed", layer=None, place=there)
+            removed = replace(removed, output=found.question.output)
+            retrained = self.ask(asked.query, removed).without(places)
         return {
             "ids": ids,
-            "note": LAYER_ACCOUNT if of_layer else ACCOUNT,
-            "before": [{"output": at, "value": float(account.outputs[at])} for at in after],
+            "note": LAYER_ACCOUNT if same.ask == "layer" else ACCOUNT,
+            "before": [{"output": at, "value": float(outputs[at])} for at in after],
             "after": [{"output": at, "value": value} for at, value in after.items()],
             "asked": {
                 "output": output,
-                "before": before,
-                "after": left,
-                "retrained": self._retrained(found, given, places) if wanted else None,
+                "before": float(outputs[output]),
+                "after": after[output],
+                "retrained": retrained,
                 "estimate": ESTIMATE,
             },
         }
 
-    def _same_place(self, found: Found) -> dict[str, str]:
-        """The place that was asked about, for another question about the same output."""
-        return {} if found.question.place is None else {"place": str(found.question.place)}
+    def _amounts(self, answer: Answer, asked: Parameters) -> tuple[Array, tuple[int, int] | None]:
+        """(samples,): the amounts within the span of training that is asked about; that span."""
+        span, cells = asked.span(answer.bins), answer.cells
+        return (cells if span is None else cells[:, span[0] : span[1] + 1]).sum(1), span
 
-    def _retrained(self, found: Found, given: Given, places: Sequence[int]) -> float | None:
-        """The estimate; None where what is asked is no output of the model."""
-        if not self.reader.gives_output(found):
-            return None
-        asked = given.without("layer", "place", "at", "span", "label")
-        asked |= {"ask": "removed", "output": str(found.question.output)}
-        if found.shared or found.question.ask != "layer":
-            asked |= self._same_place(found)
-        return self._left(self.found(Given(asked)), places)
-
-    def _left(self, found: Found, places: Sequence[int]) -> float:
-        """What is asked, less what the samples at some places add to it."""
-        before = found.outputs[[found.question.output or 0]]
-        return float(less(before, found.cells.sum(1, keepdims=True), places)[0])
-
-    def _books(self, given: Given) -> Json:
-        found: Json = self._kept.get("books", lambda: self.run.audit().to_dict())
-        return found
-
-    def _amounts(self, found: Found, given: Given) -> Array:
-        """(samples,): the amounts, within the span of training that is asked about."""
-        span = given.span(self._bins(found))
-        cells = found.cells if span is None else found.cells[:, span[0] : span[1] + 1]
-        amounts: Array = cells.sum(1)
-        return amounts
-
-    def _bins(self, found: Found) -> int:
-        """How many parts of training it tells apart; 0 where it tells none."""
-        return 0 if found.question.ask in ("removed", "keys") else found.cells.shape[1]
-
-    def _side(self, amounts: Array, side: str) -> Json:
-        own = amounts > 0 if side == "for" else amounts < 0
-        lines = [self.line(at, float(amounts[at])) for at in strongest(amounts, side)]
-        return {"sum": float(amounts[own].sum()), "count": int(own.sum()), "samples": lines}
-
-    def _groups(self, amounts: Array, given: Given) -> list[Json]:
-        members = self._members(given)
-        return [group(label, amounts[places]) for label, places in members.items()]
-
-    def _members(self, given: Given) -> dict[Any, NDArray[np.int64]]:
-        """The places of the samples of each label, or value of another column."""
-        column = given.choice("by", list(self.run.samples.columns))
-        found: dict[Any, NDArray[np.int64]] = self._kept.get(
-            ("column", column), lambda: members_of(self.exhibit, column)
+    def _members(self, column: str) -> dict[Any, NDArray[np.int64]]:
+        """The places of the samples of each label, or value of another column; None without."""
+        columns = self.run.samples.columns
+        if column not in columns:
+            raise ReadingError(f"by='{shorten(column, 40)}'; there are {', '.join(columns)}.")
+        made: dict[Any, NDArray[np.int64]] = self._cache.get(
+            ("column", column), lambda: members_of(self.run, column)
         )
-        return found
+        return made
 
-    def _restricted(self, amounts: Array, given: Given) -> Array:
-        """The same, but nothing of samples that are not asked about."""
-        return np.where(self._chosen(given), amounts, 0.0)
-
-    def _chosen(self, given: Given) -> NDArray[np.bool_]:
+    def _chosen(
+        self, asked: Parameters, members: Mapping[Any, NDArray[np.int64]]
+    ) -> NDArray[np.bool_]:
         """(samples,): which are asked about: all, or those of one label."""
-        label, known = given.text("label", ""), self._members(given)
-        if not label:
-            return np.ones(len(self.run.source.ids), dtype=bool)
-        chosen = np.zeros(len(self.run.source.ids), dtype=bool)
-        for value, members in known.items():
-            chosen[members] = str(value) == label
-        if not chosen.any():
-            some = ", ".join([*map(str, list(known)[:8]), *(["…"] if len(known) > 8 else [])])
-            raise ReadingError(f"label='{shorten(label, 40)}'; there are {some}.")
+        chosen = np.full(len(self.run.source.ids), not asked.label)
+        if asked.label:
+            for value, places in members.items():
+                chosen[places] = str(value) == asked.label
+            if not chosen.any():
+                some = ", ".join([*map(str, list(members)[:8]), *["…"][: len(members) > 8]])
+                raise ReadingError(f"label='{shorten(asked.label, 40)}'; there are {some}.")
         return chosen
-
-    def _only(self, found: Found, given: Given) -> list[str]:
-        """What the amounts are restricted to, a sentence each."""
-        label, by = given.text("label", ""), given.text("by", "label")
-        span = given.span(self._bins(found))
-        learned = ["Only what was learned in the chosen part of training."] if span else []
-        return learned + ([f"Only samples whose {by} is {shorten(label, 40)}."] if label else [])
-
-    def line(self, at: int, value: float = 0.0) -> Json:
-        """What to show of a training sample, by its place, and its amount."""
-        name = self.run.source.ids[at]
-        shown = picture(self.run.samples.preview(name), f"sample {shorten(name, LONGEST_NAME)}")
-        label = plain_label(self.run.samples.labels.get(name))
-        return {"id": name, "label": label, "value": float(value), "preview": shown}
 
     def _place_of(self, sample: SampleId) -> int:
         if sample not in self._places:
@@ -376,24 +388,3 @@ class Explorer:
     @cached_property
     def _places(self) -> dict[SampleId, int]:
         return {name: at for at, name in enumerate(self.run.source.ids)}
-
-    @cached_property
-    def _errors(self) -> RowErrors:
-        return row_errors(self.run.source, self.run.layers[-1])
-
-    @cached_property
-    def suspicion(self) -> Array:
-        """(samples,): how suspicious each is, in the order of the ids."""
-        values: Array = self.run.suspicion().values[:, 0]
-        return values
-
-    @cached_property
-    def _ranks(self) -> NDArray[np.int64]:
-        """The samples, the most suspicious first."""
-        return np.argsort(-self.suspicion, kind="stable")
-
-
-def _asked(question: Question) -> str:
-    if question.ask in ("network", "removed"):
-        return f"output {question.output} of the model"
-    return f"output {question.output} of layer {question.layer}"

@@ -9,7 +9,7 @@ import anywidget
 import traitlets
 
 from dualform.errors import DualformError
-from dualform.explore.jobs import Job, Jobs
+from dualform.explore.jobs import Jobs, ViewJob
 from dualform.explore.page import asset, finite
 from dualform.explore.views import Explorer
 from dualform.ledger.samples import SampleId
@@ -36,7 +36,7 @@ class ExplorerWidget(anywidget.AnyWidget):
 
     def __init__(self, explorer: Explorer) -> None:
         self._explorer, self._jobs = explorer, Jobs()
-        self._asked: dict[Any, Job] = {}
+        self._asked: dict[Any, ViewJob] = {}
         self._esm, self._css = asset("widget.js"), asset("widget.css")
         super().__init__()
         self.on_msg(self._answer)
@@ -52,7 +52,7 @@ class ExplorerWidget(anywidget.AnyWidget):
         self._asked[number] = job
         threading.Thread(target=self._follow, args=(number, job), daemon=True).start()
 
-    def _follow(self, number: Any, job: Job) -> None:
+    def _follow(self, number: Any, job: ViewJob) -> None:
         """Tells the page how far its question is, then the answer."""
         while True:
             try:

@@ -1,24 +1,25 @@
 // A report answers itself: what it carries as it is, the rest computed from its cells.
 import type {
-  Acts,
-  Answer,
-  Answers,
-  Carried,
-  Evidence,
-  EvidenceList,
-  Subtraction,
-  Group,
-  Highlights,
+  ActsView,
+  AnswerView,
+  CarriedAnswer,
+  EvidenceCard,
+  EvidenceView,
+  GroupView,
+  HighlightsView,
   Id,
-  LayerShares,
-  Output,
-  Path,
-  QueryList,
-  SampleFacts,
-  Side,
+  LayersView,
+  OutputValue,
+  QueriesView,
+  ReportData,
+  SampleView,
   SideName,
-  Suspects,
-} from "../api.ts"
+  SideView,
+  SubtractView,
+  SuspectsView,
+  ViewName,
+  Views,
+} from "../contract.ts"
 import {
   amounts,
   type Cells,
@@ -31,8 +32,7 @@ import {
 } from "./cells.ts"
 import { type Params, Refusal, type Source } from "./source.ts"
 
-type Kept = Answer & { cells: string | null }
-type Getters = { [P in Path]: (params: Params) => Answers[P] }
+type Getters = { [P in ViewName]: (params: Params) => Views[P] }
 
 const SHOWN = 12
 // What numbers without some samples are; the server says the same.
@@ -44,8 +44,8 @@ const ESTIMATE =
   "An estimate of what training without these samples would have led to; not an account."
 const LIVE = "`dualform view` on the run answers everything."
 
-export class CarriedSource implements Source {
-  private readonly carried: Carried
+export class ReportSource implements Source {
+  private readonly carried: ReportData
   private readonly rows: Map<string, number>
   /** All samples, the most suspicious first. */
   private readonly suspicion: Ranked[]
@@ -64,7 +64,7 @@ export class CarriedSource implements Source {
     subtract: (params) => this.subtract(params),
   }
 
-  constructor(carried: Carried) {
+  constructor(carried: ReportData) {
     this.carried = carried
     this.rows = new Map(carried.ids.map((id, row) => [String(id), row]))
     const { values } = decode(carried.suspicion, carried.ids.length)
@@ -77,41 +77,39 @@ export class CarriedSource implements Source {
     return null
   }
 
-  carries(path: Path, params: Params): boolean {
+  carries(path: ViewName, params: Params): boolean {
     if (path === "sample") return String(params.id) in this.carried.samples
     const kept = this.find(params)
     if (path === "answer" && !restricts(params)) return kept !== undefined
     return typeof kept?.cells === "string" && params.at == null
   }
 
-  async get<P extends Path>(path: P, params: Params): Promise<Answers[P]> {
+  async get<P extends ViewName>(path: P, params: Params): Promise<Views[P]> {
     return this.getters[path](params)
   }
 
-  private queries(params: Params): QueryList {
+  private queries(params: Params): QueriesView {
     const word = String(params.search ?? "").toLowerCase()
-    const found = this.carried.queries.filter(
-      (card) =>
-        (!params.wrong || card.right === false) &&
-        `${card.title} ${card.label ?? ""} ${card.preview?.text ?? ""}`
-          .toLowerCase()
-          .includes(word),
-    )
+    const found = this.carried.queries.filter(({ title, label, preview, right }) => {
+      const text = preview?.kind === "text" ? preview.text : ""
+      const words = `${title} ${label ?? ""} ${text}`.toLowerCase()
+      return (!params.wrong || right === false) && words.includes(word)
+    })
     return { total: found.length, queries: page(found, params) }
   }
 
-  private suspects(params: Params): Suspects {
+  private suspects(params: Params): SuspectsView {
     const samples = page(this.suspicion, params).map((one) => this.show(one))
     return { total: this.suspicion.length, samples }
   }
 
-  private sample(params: Params): SampleFacts {
+  private sample(params: Params): SampleView {
     const facts = this.carried.samples[String(params.id)]
     if (facts) return facts
     throw new Refusal(`This report does not carry the page of sample ${params.id}. ${LIVE}`)
   }
 
-  private layers(params: Params): LayerShares {
+  private layers(params: Params): LayersView {
     const first = this.first(params)
     const output = params.output ?? first.output
     const shares = this.carried.layers[`${params.query}|${output}`]
@@ -119,7 +117,7 @@ export class CarriedSource implements Source {
     throw new Refusal(`This report does not carry the layers' shares of output ${output}. ${LIVE}`)
   }
 
-  private answer(params: Params): Answer {
+  private answer(params: Params): AnswerView {
     const { cells: _, ...bare } = this.kept(params)
     const kept = { ...bare, sides: this.illustrated(bare.sides) }
     if (params.at != null) throw new Refusal(`This report does not carry single positions. ${LIVE}`)
@@ -152,23 +150,23 @@ export class CarriedSource implements Source {
     return (index) => String(column[index]) === String(params.label)
   }
 
-  private evidence(params: Params): EvidenceList {
+  private evidence(params: Params): EvidenceView {
     const side: SideName = params.side === "against" ? "against" : "for"
     const all = ranked(this.restricted(params), side)
     return { total: all.length, samples: page(all, params).map((one) => this.show(one)) }
   }
 
   /** What is carried is of the whole training: under a span, nothing is highlighted. */
-  private highlights(params: Params): Highlights {
+  private highlights(params: Params): HighlightsView {
     if (spanOf(params)) return { samples: {} }
     const { sides } = this.kept(params)
     const marked = [...sides.for.samples, ...sides.against.samples].flatMap(
       ({ id, tokens, places }) => (tokens && places ? [[String(id), { tokens, places }]] : []),
     )
-    return { samples: Object.fromEntries(marked) as Highlights["samples"] }
+    return { samples: Object.fromEntries(marked) as HighlightsView["samples"] }
   }
 
-  private acts(params: Params): Acts {
+  private acts(params: Params): ActsView {
     const row = this.row(params.id)
     const cells = this.cells(params)
     const own = Array.from(cells.values.subarray(row * cells.bins, (row + 1) * cells.bins))
@@ -184,7 +182,7 @@ export class CarriedSource implements Source {
   }
 
   /** An account: outputs less the ticked samples' amounts, for the outputs that are carried. */
-  private subtract(params: Params): Subtraction {
+  private subtract(params: Params): SubtractView {
     const ids = Array.isArray(params.id) ? params.id : [params.id ?? ""]
     const { ask, layer, output, outputs } = this.kept(params)
     const ofLayer = ask === "layer" || ask === "keys"
@@ -226,31 +224,31 @@ export class CarriedSource implements Source {
   }
 
   /** Each picture is carried once, by the id of its sample. */
-  private pictured(samples: Evidence[]): Evidence[] {
+  private pictured(samples: EvidenceCard[]): EvidenceCard[] {
     const find = (id: Id) => this.carried.previews[String(id)] ?? null
     return samples.map((one) => ({ ...one, preview: one.preview ?? find(one.id) }))
   }
 
-  private illustrated({ for: left, against: right }: Answer["sides"]): Answer["sides"] {
+  private illustrated({ for: left, against: right }: AnswerView["sides"]): AnswerView["sides"] {
     return {
       for: { ...left, samples: this.pictured(left.samples) },
       against: { ...right, samples: this.pictured(right.samples) },
     }
   }
 
-  private side(values: number[], side: SideName): Side {
+  private side(values: number[], side: SideName): SideView {
     const all = ranked(values, side)
     const samples = all.slice(0, SHOWN).map((one) => this.show(one))
     return { sum: total(all.map((one) => one.value)), count: all.length, samples }
   }
 
-  private show({ index, value }: Ranked): Evidence {
+  private show({ index, value }: Ranked): EvidenceCard {
     const id = this.carried.ids[index] ?? index
     const preview = this.carried.previews[String(id)] ?? null
     return { id, label: this.carried.columns.label?.[index] ?? null, value, preview }
   }
 
-  private groups(params: Params): Group[] {
+  private groups(params: Params): GroupView[] {
     return grouped(this.values(params), this.column(params))
   }
 
@@ -280,14 +278,14 @@ export class CarriedSource implements Source {
     return cells
   }
 
-  private kept(params: Params): Kept {
+  private kept(params: Params): CarriedAnswer {
     const kept = this.find(params)
     if (kept) return kept
     throw new Refusal(`This report does not carry the answer to this question. ${LIVE}`)
   }
 
   /** The answer to a question, or to its default output: the first of the largest outputs. */
-  private find(params: Params): Kept | undefined {
+  private find(params: Params): CarriedAnswer | undefined {
     const { query, ask = "layer", output, place } = params
     const layer = params.layer ?? this.layerOf(String(ask))
     const all = Object.values(this.carried.answers).filter(
@@ -301,7 +299,7 @@ export class CarriedSource implements Source {
     return all.find((kept) => kept.output === kept.outputs[0]?.output) ?? all[0]
   }
 
-  private first(params: Params): Kept {
+  private first(params: Params): CarriedAnswer {
     return this.kept({ query: params.query, ask: "network" })
   }
 
@@ -339,6 +337,6 @@ function page<T>(all: T[], params: Params): T[] {
   return all.slice(offset, offset + Number(params.limit ?? 50))
 }
 
-function valueOf(outputs: Output[], output: number): number {
+function valueOf(outputs: OutputValue[], output: number): number {
   return outputs.find((one) => one.output === output)?.value ?? 0
 }

@@ -1,10 +1,11 @@
-"""Previews as a page can show them: images as inline PNG, numbers as a curve, texts as they are."""
+"""Samples as a page shows them: name, label and preview, an image as inline PNG."""
 
 from __future__ import annotations
 
 import struct
 import zlib
 from base64 import b64encode
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,18 +13,34 @@ import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
+from dualform.explore.contract import EvidenceCard, ImagePreview, PreviewCard
 from dualform.ledger.samples import Preview
+from dualform.read import Run
+from dualform.read.scores import Array
 
+LONGEST_NAME = 80
 LONGEST_TEXT = 600
 CRISP = 64
 """Images up to this many pixels a side are shown with hard edges."""
 MOST_NUMBERS = 64
 
 
-def picture(preview: Preview | None, whose: str) -> dict[str, Any] | None:
+def sample_cards(run: Run, chosen: Iterable[int], amounts: Array) -> list[EvidenceCard]:
+    """What to show of some training samples, by their places, and their amounts."""
+    ids, samples, labels = run.source.ids, run.samples, run.samples.labels
+    cards: list[EvidenceCard] = []
+    for at in chosen:
+        name = ids[at]
+        preview = preview_card(samples.preview(name), f"sample {shorten(name, LONGEST_NAME)}")
+        label, value = plain_label(labels.get(name)), float(amounts[at])
+        cards.append({"id": name, "label": label, "value": value, "preview": preview})
+    return cards
+
+
+def preview_card(preview: Preview | None, whose: str) -> PreviewCard | None:
     """What to show of a preview, as JSON; None where there is nothing.
 
-    >>> picture(Preview("text", "a film I liked"), "review 3")
+    >>> preview_card(Preview("text", "a film I liked"), "review 3")
     {'kind': 'text', 'text': 'a film I liked'}
     """
     if preview is None:
@@ -31,7 +48,11 @@ def picture(preview: Preview | None, whose: str) -> dict[str, Any] | None:
     if preview.kind == "image":
         return _image(preview.data, whose)
     if preview.kind == "numbers":
-        return _numbers(torch.as_tensor(preview.data).double().flatten())
+        values = torch.as_tensor(preview.data).double().flatten()
+        if not len(values):
+            return None
+        chosen = np.linspace(0, len(values) - 1, min(len(values), MOST_NUMBERS)).round()
+        return {"kind": "numbers", "values": values.nan_to_num()[chosen.astype(int)].tolist()}
     if preview.kind == "text":
         return {"kind": "text", "text": shorten(preview.data, LONGEST_TEXT)}
     raise ReadingError(
@@ -40,9 +61,10 @@ def picture(preview: Preview | None, whose: str) -> dict[str, Any] | None:
     )
 
 
-def _image(data: Any, whose: str) -> dict[str, Any]:
-    if not _is_image(data):
-        tensor = isinstance(data, Tensor)
+def _image(data: Any, whose: str) -> ImagePreview:
+    tensor = isinstance(data, Tensor)
+    pixels = tensor and data.dtype == torch.uint8 and data.numel() > 0
+    if not pixels or not (data.ndim == 2 or (data.ndim == 3 and data.shape[2] == 3)):
         given = f"{data.dtype} {tuple(data.shape)}" if tensor else type(data).__name__
         raise ReadingError(
             f"the image preview of {whose} is {given}; expected a torch.uint8 tensor of shape "
@@ -54,17 +76,10 @@ def _image(data: Any, whose: str) -> dict[str, Any]:
     return {"kind": "image", "source": source, "crisp": crisp, "width": width, "height": height}
 
 
-def _is_image(data: Any) -> bool:
-    if not isinstance(data, Tensor) or data.dtype != torch.uint8 or not data.numel():
-        return False
-    return data.ndim == 2 or (data.ndim == 3 and data.shape[2] == 3)
-
-
-def _numbers(values: Tensor) -> dict[str, Any] | None:
-    if not len(values):
-        return None
-    chosen = np.linspace(0, len(values) - 1, min(len(values), MOST_NUMBERS)).round().astype(int)
-    return {"kind": "numbers", "values": values.nan_to_num()[chosen].tolist()}
+def plain_label(label: Any) -> Any:
+    """A label out of a tensor or an array as an ordinary number; a text without line breaks."""
+    found = label.item() if hasattr(label, "item") else label
+    return shorten(found, LONGEST_NAME) if isinstance(found, str) else found
 
 
 def shorten(text: object, length: int) -> str:
@@ -89,9 +104,8 @@ def png(pixels: Tensor) -> bytes:
     color = 2 if pixels.ndim == 3 else 0
     header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
     chunks = {b"IHDR": header, b"IDAT": zlib.compress(unfiltered, 9), b"IEND": b""}
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(name, data) for name, data in chunks.items())
-
-
-def _chunk(name: bytes, data: bytes) -> bytes:
-    checksum = zlib.crc32(name + data)
-    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", checksum)
+    parts = [b"\x89PNG\r\n\x1a\n"]
+    for name, data in chunks.items():
+        checksum = struct.pack(">I", zlib.crc32(name + data))
+        parts += [struct.pack(">I", len(data)), name, data, checksum]
+    return b"".join(parts)
