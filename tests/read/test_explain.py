@@ -43,8 +43,10 @@ STREAMS = (
     "Einsum",
     "Experts",
     "Spectral norm",
+    "Weight norm",
+    "Weight norm, Conv2d",
 )
-"""Books with several streams, parts of a parameter, other views of it, groups."""
+"""Books with several streams, parts of a parameter, other views of it, groups, shared matrices."""
 ROUNDING = 1e-6
 """Columns are held in float32."""
 

@@ -29,8 +29,14 @@ FAMILIES = [
     for name in ("SGD, Nesterov", "AdamW, amsgrad", "Adafactor", "Lion", "Muon", "Shampoo", "SOAP")
     if name in OPTIMIZERS
 ]
-CASES = ("Linear, tied", "Functional", "Embedding, tied head", "ConvTranspose2d, groups")
-"""Books of several streams, parts of a parameter, tables, other views of a parameter."""
+CASES = (
+    "Linear, tied",
+    "Functional",
+    "Embedding, tied head",
+    "ConvTranspose2d, groups",
+    "Weight norm",
+)
+"""Books of several streams, parts of a parameter, tables, other views of one, shared matrices."""
 METHODS = ("ridge", "fisher", "ekfac", "tracin", "accounting")
 
 Make = Callable[..., Any]

@@ -179,6 +179,22 @@ def tokens_normed(normed: Callable[[nn.Module], nn.Module]) -> Case:
     return Case(make, (3, 5))
 
 
+def lines_normed(dim: int | None) -> Case:
+    """Convolutions in groups, there and back, with a norm for each entry of a dimension."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(
+            parametrizations.weight_norm(nn.Conv1d(4, 6, 3, padding=2, groups=2), dim=dim),
+            nn.Tanh(),
+            parametrizations.weight_norm(nn.ConvTranspose1d(6, 4, 3, stride=2), dim=dim),
+            nn.Tanh(),
+            parametrizations.weight_norm(nn.ConvTranspose1d(4, 4, 2, groups=2), dim=dim),
+            nn.Flatten(),
+        )
+
+    return Case(make, (4, 5))
+
+
 class Doubled(nn.Module):
     """A parametrization with a parameter of its own."""
 
@@ -218,6 +234,10 @@ NORMS = {
     "weight norm of tokens": tokens_normed(parametrizations.weight_norm),
     "weight norm, one for all": tokens_normed(partial(parametrizations.weight_norm, dim=None)),
     "weight norm, by input": tokens_normed(partial(parametrizations.weight_norm, dim=1)),
+    "weight norm of lines, by the first dimension": lines_normed(0),
+    "weight norm of lines, by the second dimension": lines_normed(1),
+    "weight norm of lines, by place": lines_normed(2),
+    "weight norm of lines, one for all": lines_normed(None),
     "weight norm, of a fixed length": Case(fixed_length, (5,)),
     "weight norm by hooks": norms(old_weight_norm),
     "weight norm of tokens by hooks": tokens_normed(old_weight_norm),

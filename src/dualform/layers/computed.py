@@ -33,6 +33,17 @@ def computed_weight(name: str, names: Iterable[str]) -> str:
     return stem if name in pair and pair <= set(names) else ""
 
 
+def is_weight_norm(name: str, owner: Any) -> bool:
+    """Whether a parameter, of this name in its module, is one that a weight norm is made of.
+
+    >>> is_weight_norm("weight_g", None), is_weight_norm("weight_orig", None)
+    (True, False)
+    """
+    if not name.startswith("original"):
+        return name.endswith(("_g", "_v"))
+    return type(owner[0]).__name__ == "_WeightNorm"
+
+
 def leaves(node: Any) -> Iterator[Tensor | None]:
     """The tensors that a graph begins with, each once; None for what a layer gave."""
     seen, waiting = {node}, [node]

@@ -6,6 +6,7 @@ are needed. A transposed convolution is an ordinary one over an input with zeros
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from dualform.layers.derived import Spectral, derived_use, made_of, spectral_use
+from dualform.layers.derived import (
+    Normed,
+    Spectral,
+    derived_use,
+    made_of,
+    norm_places,
+    normed_use,
+    spectral_use,
+)
 from dualform.layers.use import (
     Finder,
     Found,
     Function,
     LayerKind,
+    Rows,
     Seen,
     Site,
     Together,
@@ -28,8 +38,8 @@ from dualform.layers.use import (
     named,
     place,
 )
-from dualform.ledger import Stream
-from dualform.memory.blocks import by_group, from_matrix
+from dualform.ledger import Stream, Term
+from dualform.memory.blocks import as_matrix, by_group, from_matrix
 
 
 class Conv(LayerKind):
@@ -116,6 +126,8 @@ def _conv_use(
     use = _patches_use(find, None, b, x, geometry, out, swapped)
     if made is None:
         return use
+    if isinstance(made, Normed):
+        return Together.of(use, _normed_use(find, made, func, given, geometry, out, swapped))
 
     def gradients(error: Tensor) -> Tensor:
         error = error if error.ndim > dims else error[None]
@@ -147,8 +159,81 @@ def _patches_use(
     site = find.site(key, build)
     if site is None:
         return None
-    keys = x if divisor is None else lambda: x.detach() / divisor
+    seen = x if W is not None else x[:, :0]  # an offset needs no keys
+    keys = seen if divisor is None else lambda: x.detach() / divisor
     return Use(site, out, keys, None if out.ndim > dims else lambda error: error[None])
+
+
+def _normed_use(
+    find: Finder,
+    made: Normed,
+    func: Function,
+    given: dict[str, Any],
+    geometry: dict[str, Any],
+    out: Tensor,
+    swapped: bool,
+) -> Seen | None:
+    """A convolution with `s v`, and one row a sample of what comes of the norm."""
+    x, dims, outputs = given["input"].detach(), len(geometry["kernel"]) + 1, int(swapped)
+    groups = geometry["groups"]
+    terms = book_terms(made.v, swapped=swapped, groups=groups)
+    term = next(iter(terms.values()), None)
+    layout = {"kind": "patches", **geometry}
+    site = find.site(
+        ("normed", place(made.v), repr(geometry), x.shape[1:]),
+        lambda: Site(
+            "" if made.v is None else made.v.label, terms, dims, dims, layout, axis=0, aside=True
+        ),
+    )
+
+    def batched(error: Tensor) -> Tensor:
+        return error if error.ndim > dims else error[None]
+
+    def product(error: Tensor | None, s: Tensor | None) -> Rows:
+        assert site is not None
+        if error is None or s is None:
+            return Rows(site, x, None)
+        e = batched(error)
+        if made.dim in (outputs, -1):
+            return Rows(site, x, e * _by_channel(s, e))
+        if made.dim < 2:
+            return Rows(site, x * _by_channel(s, x), e)
+        assert term is not None  # what is scaled is no channel: neither inputs nor errors alone
+        return Rows(site, x, e, s.flatten()[norm_places(made, term, outputs)[:1]])
+
+    def shares(error: Tensor, V: Tensor) -> Tensor:
+        e, norms = batched(error), 1 if made.dim < 0 else V.shape[made.dim]
+        if made.dim in (outputs, -1):
+            again: Tensor = func(**{**given, "input": x, "weight": V, "bias": None})
+            return (e * again).flatten(2).sum(2).reshape(len(x), -1, norms).sum(1)
+        seen = term or Term("outer", "swapped" if swapped else "rows", groups)
+        shared = _by_column(x, e, as_matrix(V, seen.view, groups), layout)
+        places = norm_places(made, seen, outputs).flatten()
+        return torch.index_add(x.new_zeros(len(x), norms), 1, places, shared)
+
+    return normed_use(
+        find, made, out, x.shape[:1], term, None if site is None else product, shares, outputs
+    )
+
+
+def _by_channel(s: Tensor, x: Tensor) -> Tensor:
+    """Numbers for the channels of some samples; groups of channels share them."""
+    numbers = s.flatten()
+    return numbers.repeat(x.shape[1] // len(numbers)).reshape(-1, *[1] * (x.ndim - 2))
+
+
+def _by_column(x: Tensor, error: Tensor, V: Tensor, layout: dict[str, Any]) -> Tensor:
+    """(samples, groups × width): `Σ (e ⊗ x) ∘ V` over a sample's rows, and over lines of V."""
+    stream, groups = (
+        Stream("", tuple(x.shape[1:]), tuple(error.shape[1:]), layout),
+        layout["groups"],
+    )
+    found = []
+    for one, own in zip(torch.split(x, 1), torch.split(error, 1), strict=True):
+        seen, errors = patches(stream, one)[0], at_positions(stream, own)[0]
+        back = torch.einsum("pgo,gow->pgw", by_group(errors, groups), by_group(V[None], groups)[0])
+        found.append((back.flatten(1) * seen).sum(0))
+    return torch.stack(found)
 
 
 def _by_sample(
@@ -189,6 +274,8 @@ def patches(stream: Stream, records: Tensor) -> Tensor:
     [[[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]]
     """
     layout = stream.layout
+    if not stream.keys[0]:  # the stream of an offset
+        return records.new_empty(len(records), math.prod(stream.values[1:]), 0)
     x = _prepared(stream, records)
     spans = zip(layout["kernel"], layout["stride"], layout["dilation"], strict=True)
     for axis, (kernel, stride, dilation) in enumerate(spans, start=2):

@@ -1,14 +1,21 @@
 """Weights that are computed from other parameters before every call: `W = f(P, Q, …)`.
 
 Spectral norm divides a weight by `σ = uᵀ P v`, so a row `e ⊗ x` of the layer adds `e ⊗ x/σ` to P,
-and `−(e · W x)/σ` times `u ⊗ v`: two rows of the usual form. For any other function (weight norm,
-orthogonal weights, pruning) what a row adds is no rank-one block. There the rows are the samples'
-own gradients of the parameters, in full.
+and `−(e · W x)/σ` times `u ⊗ v`: two rows of the usual form.
+
+Weight norm is `W = s v` with `s = g / ‖v‖`: a norm for each entry of a dimension. Let `V = v/‖v‖`.
+A row adds `c = Σ (e ⊗ x) ∘ V` to g, summed over the other dimensions. To v it adds `s (e ⊗ x)` and
+`−c s V`. The last is no rank-one block. But the matrix `−s V` is the same for all rows of a use: it
+is kept once, and a row is c.
+
+For any other function (orthogonal weights, pruning) the rows are the samples' own gradients of the
+parameters, in full.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,6 +68,29 @@ class Derived(NamedTuple):
     pull: Callable[[Tensor], Sequence[Tensor]]
 
 
+class Normed(NamedTuple):
+    """A weight `g v / ‖v‖`, with a norm for each entry of dimension `dim`, or one norm for −1."""
+
+    v: Found | None
+    """The parameter, where it is trained."""
+    g: Found | None
+    direction: Tensor
+    length: Tensor
+    dim: int
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """`s = g / ‖v‖`, which is 1 in size along the other dimensions, and `V = v / ‖v‖`.
+
+        >>> v, g = torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0]])
+        >>> Normed(None, None, v, g, 0).parts()
+        (tensor([[2.]]), tensor([[0.6000, 0.8000]]))
+        """
+        v, g = self.direction.detach(), self.length.detach()
+        others = [at for at in range(v.ndim) if at != self.dim]
+        norm = torch.linalg.vector_norm(v, dim=others, keepdim=True)
+        return g.reshape(norm.shape) / norm, v / norm
+
+
 class WeightNorm(LayerKind):
     """`W = g v / ‖v‖`, as both of torch's weight norms compute it; its rows are the layer's.
 
@@ -74,29 +104,10 @@ class WeightNorm(LayerKind):
         """Remembers what the weight is made of."""
         given = named(args, kwargs, "v g dim", dim=0)
         v, g = find.original(given["v"]), find.original(given["g"])
-        originals = [found for found in (v, g) if found is not None]
-        if not originals:
-            return
-
-        def pull(gradients: Tensor) -> Sequence[Tensor]:
-            of_v, of_g = _through_norm(gradients, given["v"], given["g"], given["dim"])
-            return [part for part, found in ((of_v, v), (of_g, g)) if found is not None]
-
-        find.remember(out, Derived(originals, pull))
-
-
-def _through_norm(G: Tensor, v: Tensor, g: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """(samples, …): gradients of v and of g, from those of `g v / ‖v‖`; dim −1 is one norm for all.
-
-    >>> v = torch.tensor([[3.0, 4.0]])
-    >>> _through_norm(torch.tensor([[[5.0, 0.0]]]), v, torch.tensor([[1.0]]), 0)
-    (tensor([[[ 0.6400, -0.4800]]]), tensor([[[3.]]]))
-    """
-    summed = [at for at in range(v.ndim) if at != dim]
-    norm = torch.linalg.vector_norm(v, dim=summed, keepdim=True)
-    unit = v / norm
-    along = (G * unit).sum([at + 1 for at in summed], keepdim=True)
-    return g / norm * (G - along * unit), along.reshape(len(G), *g.shape)
+        parts = {"v": v, "g": g}
+        whole = all(found is None or found.parameter is given[n] for n, found in parts.items())
+        if whole and (v or g):
+            find.remember(out, Normed(v, g, given["v"], given["g"], given["dim"]))
 
 
 class SpectralNorm(LayerKind):
@@ -157,13 +168,13 @@ def _view_of(found: Found, matrix: Tensor, shared: bool) -> str | None:
 
 def made_of(
     find: Finder, weight: Any, view: str = "rows", groups: int = 1
-) -> Spectral | Derived | None:
+) -> Spectral | Normed | Derived | None:
     """What a weight was computed from, where those are parameters that are there for it.
 
     The layer sees the weight as a matrix by `view`; a spectral norm must have seen it so too.
     """
     known = find.recall(weight)
-    if isinstance(known, Derived):
+    if isinstance(known, Normed):
         return known
     if isinstance(known, Spectral) and known.view == view and (view == "rows" or groups == 1):
         return known
@@ -211,9 +222,10 @@ def derived_use(
     return Split(out, rows)
 
 
-def _site(find: Finder, found: Found) -> Site | None:
+def _site(find: Finder, found: Found, axis: int | None = None) -> Site | None:
     terms = book_terms(found, form="sum")
-    return find.site(("derived", place(found)), lambda: Site(found.label, terms, aside=True))
+    key = ("derived", place(found), axis)
+    return find.site(key, lambda: Site(found.label, terms, axis=axis, aside=True))
 
 
 def spectral_use(
@@ -236,3 +248,67 @@ def spectral_use(
         yield Rows(site, made.v.repeat(groups).expand(*lead, -1), values)
 
     return Split(out, rows)
+
+
+def normed_use(
+    find: Finder,
+    made: Normed,
+    out: Tensor,
+    lead: Sequence[int],
+    term: Term | None,
+    product: Callable[[Tensor | None, Tensor | None], Rows] | None,
+    shares: Callable[[Tensor, Tensor], Tensor],
+    outputs: int = 0,
+) -> Seen | None:
+    """The rows of a weight norm's parameters. None in 16 bits, as for other computed weights.
+
+    Args:
+        term: how v is a matrix in the layer's product; None where it is not trained.
+        product: makes the rows `s (e ⊗ x)` of an error and s.
+        shares: makes c, (*lead, norms), of an error and V.
+        outputs: which dimension of the weight counts outputs.
+    """
+    mark_given(out)
+    if out.element_size() < 4:
+        return None
+    tall = made.dim in (outputs, -1)
+    of_v = of_g = None
+    if made.v is not None and term is not None:
+        terms, label = {made.v.book: replace(term, form="sum" if tall else "outer")}, made.v.label
+        key = ("norm", place(made.v), made.dim, term)
+        of_v = find.site(key, lambda: Site(label, terms, axis=find.axis, aside=True))
+    if made.g is not None:
+        of_g = _site(find, made.g, find.axis)
+    empty = torch.empty(*lead, 0, dtype=out.dtype, device=out.device)
+
+    def rows(error: Tensor | None) -> Iterator[Rows]:
+        s, V = (None, None) if error is None else made.parts()
+        c = None if error is None or V is None else shares(error, V)
+        if product is not None:
+            yield product(error, s)
+        if of_v is not None and term is not None:
+            M = None if s is None or V is None else as_matrix(-s * V, term.view, term.groups)
+            if tall:
+                yield Rows(of_v, empty, None if c is None or M is None else _repeated(c, len(M)), M)
+            else:
+                at = norm_places(made, term, outputs).flatten()
+                b = empty.new_zeros(*lead, len(at)) if c is None else c[..., at]
+                yield Rows(of_v, b, None if M is None else empty.new_ones(*lead, len(M)), M)
+        if of_g is not None:
+            yield Rows(of_g, empty, c)
+
+    return Split(out, rows)
+
+
+def _repeated(c: Tensor, height: int) -> Tensor:
+    """As many entries as a matrix is high, where groups of its lines share norms."""
+    return c.repeat(*[1] * (c.ndim - 1), height // c.shape[-1])
+
+
+def norm_places(made: Normed, term: Term, outputs: int) -> Tensor:
+    """(groups, width): which norm is that of each column of v's matrix, for a group of lines."""
+    shape = [1 if at == outputs else size for at, size in enumerate(made.direction.shape)]
+    own = [size if at == made.dim else 1 for at, size in enumerate(shape)]
+    numbers = torch.arange(shape[made.dim], device=made.direction.device)
+    places = as_matrix(numbers.reshape(own).expand(shape), term.view, term.groups)
+    return places.expand(term.groups, -1)

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 from dualform.layers.derived import (
     Derived,
+    Normed,
     Spectral,
     derived_use,
     made_of,
+    normed_use,
     spectral_use,
 )
 from dualform.layers.letters import matmul_letters
@@ -23,6 +25,7 @@ from dualform.layers.use import (
     Found,
     Function,
     LayerKind,
+    Rows,
     Seen,
     Site,
     Together,
@@ -54,6 +57,8 @@ class Linear(LayerKind):
             return matrix_use(find, out, False, **given)
         if isinstance(made, Spectral):
             return _spectral_use(find, made, out, **given)
+        if isinstance(made, Normed):
+            return _normed_use(find, made, out, **given)
         return _derived_use(find, made, out, **given)
 
 
@@ -137,6 +142,36 @@ def _spectral_use(
 
     use = _use(find, out, False, input, made.original, find(bias), made.sigma)
     return Together.of(use, spectral_use(find, made, out, out.shape[:-1], 1, shares))
+
+
+def _normed_use(
+    find: Finder, made: Normed, out: Tensor, input: Tensor, weight: Tensor, bias: Any
+) -> Seen | None:
+    """A matrix product with `s v`, and the rows that come of the norm."""
+    terms = book_terms(made.v)
+    site = find.site(
+        ("normed", place(made.v), find.axis),
+        lambda: Site("" if made.v is None else made.v.label, terms, axis=find.axis, aside=True),
+    )
+
+    def product(error: Tensor | None, s: Tensor | None) -> Rows:
+        assert site is not None
+        x = input.detach()
+        if error is None or s is None:
+            return Rows(site, x, None)
+        return Rows(site, x * s[0], error) if made.dim == 1 else Rows(site, x, error * s.flatten())
+
+    def shares(error: Tensor, V: Tensor) -> Tensor:
+        if made.dim == 1:
+            return input.detach() * (error @ V)
+        c = error * F.linear(input.detach(), V)
+        return c if made.dim == 0 else c.sum(-1, keepdim=True)
+
+    term = next(iter(terms.values()), None)
+    of_weight = normed_use(
+        find, made, out, out.shape[:-1], term, None if site is None else product, shares
+    )
+    return Together.of(matrix_use(find, out, False, input, None, bias), of_weight)
 
 
 def _derived_use(

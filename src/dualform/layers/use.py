@@ -45,6 +45,8 @@ class Rows(NamedTuple):
     site: Site
     keys: Tensor
     values: Tensor | None
+    shared: Tensor | None = None
+    """A matrix with which the blocks of all these rows are multiplied, where they are."""
 
 
 class Seen(Protocol):

@@ -46,6 +46,8 @@ class Stream:
     keys: tuple[int, ...]
     values: tuple[int, ...]
     layout: dict[str, Any] = field(default_factory=dict)
+    shared: tuple[int, ...] = ()
+    """Height and width of a matrix that all rows of a use share, where they share one."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,9 @@ class Declaration:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Declaration:
         """What a commit's record says of a stream."""
-        shapes = {side: tuple(data["stream"][side]) for side in ("keys", "values")}
-        stream: dict[str, Any] = {**data["stream"], **shapes}
+        given = {"shared": (), **data["stream"]}
+        shapes = {name: tuple(given[name]) for name in ("keys", "values", "shared")}
+        stream: dict[str, Any] = {**given, **shapes}
         terms = {book: Term(**{**t, "at": tuple(t["at"])}) for book, t in data["terms"].items()}
         return cls(Stream(**stream), terms, read_codec(data["codec"])).of_right_types()
 
@@ -121,7 +124,7 @@ class Declaration:
         stream = self.stream
         if not isinstance(stream.name, str) or not isinstance(stream.layout, dict):
             raise ValueError(f"the stream {stream.name!r} has no name or no layout")
-        if not _are_counts(*stream.keys, *stream.values):
+        if not _are_counts(*stream.keys, *stream.values, *stream.shared):
             raise ValueError(f"the shapes of '{stream.name}' are not made of whole numbers")
         for book, term in self.terms.items():
             named = isinstance(term.form, str) and isinstance(term.view, str)

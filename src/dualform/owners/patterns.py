@@ -15,6 +15,20 @@ MIXES = "its rows mix samples: some depend on several samples at once"
 NOBODY = "its rows belong to no sample: what the layer is given does not depend on the batch"
 
 
+GOLDEN = (5**0.5 - 1) / 2
+
+
+def spread(size: int, count: int) -> Tensor:
+    """Some of so many places, all over them, and in step with nothing that repeats there.
+
+    >>> spread(3, 128).tolist(), spread(100, 4).tolist()
+    ([0, 1, 2], [0, 61, 23, 85])
+    """
+    if size <= count:
+        return torch.arange(size)
+    return (torch.arange(count, dtype=torch.float64) * GOLDEN % 1 * size).long()
+
+
 @dataclass(frozen=True)
 class Pattern:
     """Which of the dimensions before a row counts samples.

@@ -34,6 +34,7 @@ from dualform.owners.calls import (
     tensors_of,
     written_by,
 )
+from dualform.owners.patterns import spread
 from dualform.private import TorchDispatchMode, storage_key, without_modes
 
 HOST_BYTES = 2 << 30
@@ -126,12 +127,10 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         worlds = self._worlds([tensor]) if tensor.numel() else []
         if not worlds:
             return found
-
-        def some(t: Tensor) -> Tensor:
-            rows = t.detach().reshape(*lead, -1)
-            return rows[..., :: 1 + (rows.shape[-1] - 1) // ELEMENTS]
-
-        real, twins = some(tensor), torch.stack([some(self.twin(tensor, w)) for w in worlds])
+        places = spread(tensor.numel() // lead.numel(), ELEMENTS).to(tensor.device)
+        seen = [tensor, *(self.twin(tensor, world) for world in worlds)]
+        some = torch.stack([t.detach().reshape(*lead, -1)[..., places] for t in seen])
+        real, twins = some[0], some[1:]
         same = real == twins
         if tensor.is_floating_point():
             reach = ROUNDINGS * torch.finfo(tensor.dtype).eps * real.abs().amax(-1, keepdim=True)

@@ -247,7 +247,7 @@ def _bytes(ledger: Ledger, book: Book) -> int:
         f"{stream.name}/{array}"
         for stream in own
         for shard in shards_of(ledger, stream, 1, ledger.last_step)
-        for array in stored_arrays(shard, stream)
+        for array in [*stored_arrays(shard, stream), *["shared"] * bool(stream.shared)]
     }
     by_step = (f"{book.name}/changes", f"{book.name}/residuals")
     return sum(ledger.array_bytes(name) for name in [*arrays, *by_step])

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger
-from dualform.memory.blocks import Sides
+from dualform.memory.shared import AnySides
 from dualform.memory.views import View
 from dualform.optimizers import (
     BY_ROW,
@@ -42,7 +42,7 @@ class StepCoefficients(ABC):
 
     @abstractmethod
     def answers(
-        self, question: Question, chunk: Chunk, sides: Sides, view: View, memo: Memo
+        self, question: Question, chunk: Chunk, sides: AnySides, view: View, memo: Memo
     ) -> Tensor:
         """(rows, questions): what the rows of a chunk answer, as the optimizer made them count."""
 
@@ -59,7 +59,7 @@ class StepOperators(StepCoefficients):
         return self.found
 
     def answers(
-        self, question: Question, chunk: Chunk, sides: Sides, view: View, memo: Memo
+        self, question: Question, chunk: Chunk, sides: AnySides, view: View, memo: Memo
     ) -> Tensor:
         """In float64, step by step."""
         found = chunk.values.new_zeros(len(sides), len(question), dtype=torch.float64)
@@ -82,7 +82,7 @@ class StepNumbers(StepCoefficients):
         return {t: Number(c) for t, c in enumerate(self.numbers.tolist()) if c}
 
     def answers(
-        self, question: Question, chunk: Chunk, sides: Sides, view: View, memo: Memo
+        self, question: Question, chunk: Chunk, sides: AnySides, view: View, memo: Memo
     ) -> Tensor:
         """In the precision of the rows, all steps at once."""
         found = sides.answers(question)

@@ -123,5 +123,7 @@ def _width(stream: Stream) -> int:
 def _block(stream: Stream, term: Term, book: Book) -> int:
     """How many numbers of a parameter a row adds to."""
     outputs = stream.values[0] if stream.layout else math.prod(stream.values)
+    if stream.shared:
+        return book.size
     inputs = book.size // outputs if stream.layout else math.prod(stream.keys) // term.groups
     return form_named(term.form).block(outputs, inputs)

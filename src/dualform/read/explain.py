@@ -71,7 +71,7 @@ class Questions:
     def applied(self, part: Callable[[Book], Tensor]) -> Array:
         """(queries,): the share of a part of each parameter, summed."""
         shares = [
-            self.directions[b.name].double().flatten(1).cpu() @ part(b).double().flatten()
+            self.directions[b.name].double().reshape(-1, b.size).cpu() @ part(b).double().flatten()
             for b in self.source.ledger.info.books
         ]
         total: Array = torch.stack(shares).sum(0).numpy()

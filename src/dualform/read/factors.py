@@ -81,6 +81,8 @@ def _bases(
     on_a = torch.zeros(height, height, dtype=torch.float64)
     on_b = torch.zeros(width, width, dtype=torch.float64)
     for stream, term in book.terms.items():
+        if visits[stream].stream.shared:
+            return None, None  # no sides of their own
         chosen = torch.nonzero(weighing(book, visits[stream])).flatten()
         for rows in _rows(visits[stream], chosen):
             sides = form_named(term.form).rows(*rows, term.groups, term.at)

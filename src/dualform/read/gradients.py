@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from dualform.layers import (
 from dualform.ledger import Stream, Term
 from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
 from dualform.memory.forms import form_named
+from dualform.memory.shared import AnySides, SharedSides
 from dualform.memory.views import Region
 from dualform.read.grouped import add_segments
 from dualform.read.targets import Asked, Parameters
@@ -49,7 +50,7 @@ class Part(NamedTuple):
 
     book: str
     term: Term
-    sides: Sides
+    sides: AnySides
     queries: int
 
     def total(self, shape: Sequence[int], weights: Tensor) -> Tensor:
@@ -61,6 +62,8 @@ class Part(NamedTuple):
 
     def size(self) -> float:
         """The sum of the rows' sizes, `Σ ‖a‖ ‖b‖`."""
+        if isinstance(self.sides, SharedSides):
+            return float(self.sides.sizes().sum())
         a, b = self.sides.a, self.sides.b
         sizes = torch.ones(len(a), device=a.device) if a.ndim == 1 else a.norm(dim=1)
         if b is not None:
@@ -82,6 +85,10 @@ class Weighted:
 
     def add(self, part: Part, weight: float) -> None:
         """Takes rows, `weight` times."""
+        if isinstance(part.sides, SharedSides):
+            sides = replace(part.sides, plain=replace(part.sides.plain, a=part.sides.a * weight))
+            _add_rows(self.directions[part.book], sides, part.term)
+            return
         a, b = part.sides.a, part.sides.b
         if a.ndim == 1:  # places of a table cannot be scaled, what is added there can
             assert b is not None
@@ -109,12 +116,18 @@ def _by_query(rows: Tensor, queries: int) -> Tensor:
 
 def _add_sums(into: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]], term: Term) -> None:
     """Adds the sums of rows to gradients (queries, *shape)."""
-    shape = tuple(into.shape[1:])
     a = torch.cat([a for a, _ in parts], 1)
     b = [b for _, b in parts if b is not None]
     sides = Sides(a.flatten(0, 1), torch.cat(b, 1).flatten(0, 1) if b else None, term.at)
+    _add_rows(into, sides, term)
+
+
+def _add_rows(into: Tensor, sides: AnySides, term: Term) -> None:
+    """The same for rows that are sorted by query."""
+    shape = tuple(into.shape[1:])
     height, width = matrix_shape(shape, term.view, term.groups)
-    counts, whole = torch.full((len(into),), a.shape[1]), Region.whole(height, width)
+    counts = torch.full((len(into),), len(sides) // len(into))
+    whole = Region.whole(height, width)
     if keeps_order(term.view):
         add_segments(into.view(len(into), height, width), sides, counts, whole)
         return
@@ -268,7 +281,10 @@ class Gradients:
         x, e = expand(stream, flat[0], flat[1])
         assert e is not None
         for book, term in site.terms.items():
-            sides = form_named(term.form).rows(x, e, term.groups, term.at)
+            sides: AnySides = form_named(term.form).rows(x, e, term.groups, term.at)
+            if rows.shared is not None:
+                which = torch.zeros(len(sides), dtype=torch.long, device=x.device)
+                sides = SharedSides(Sides(sides.a, sides.b), rows.shared.detach()[None], which)
             yield Part(book, term, sides, queries)
 
     def _add_directly(

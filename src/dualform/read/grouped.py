@@ -15,6 +15,7 @@ from torch import Tensor
 from dualform.ledger import Term
 from dualform.memory.blocks import Sides
 from dualform.memory.forms import form_named
+from dualform.memory.shared import AnySides, SharedSides
 from dualform.memory.views import Region
 from dualform.read.progress import LateProgress
 from dualform.read.scan import Chunk
@@ -87,10 +88,13 @@ class Receiver:
     weights: Tensor
     turn: Callable[[Sides], Sides] | None = None
 
-    def sides(self, keys: Tensor, values: Tensor, weights: Tensor) -> Sides:
-        """Rows as they are to be added."""
+    def sides(
+        self, keys: Tensor, values: Tensor, weights: Tensor, shared: Sequence[Tensor] = ()
+    ) -> AnySides:
+        """Rows as they are to be added; `shared` are their matrices, and which is whose."""
         found = form_named(self.term.form).rows(keys, values, self.term.groups, self.term.at)
-        return _weighed(found if self.turn is None else self.turn(found), weights)
+        found = _weighed(found if self.turn is None else self.turn(found), weights)
+        return SharedSides(found, *shared) if shared else found
 
 
 def _weighed(sides: Sides, weights: Tensor) -> Sides:
@@ -177,7 +181,7 @@ def add_visits(
     """Adds what the visits of the groups from `begin` on add to some parts of parameters."""
     stop = begin + len(receivers[0].into) if end is None else end
     for chosen, groups, rows in ordered.between(begin, stop):
-        _add_rows(rows, groups - begin, receivers, chosen, ordered.visits.rows[chosen])
+        _add_rows(rows, groups - begin, receivers, chosen, ordered.visits)
 
 
 def _add_rows(
@@ -185,12 +189,18 @@ def _add_rows(
     groups: Tensor,
     receivers: Sequence[Receiver],
     chosen: Tensor,
-    counts: Tensor,
+    visits: Visits,
 ) -> None:
     """Adds the rows, keys and values, of some visits, given the group of each row."""
+    counts = visits.rows[chosen]
+    shared: Sequence[Tensor] = ()
+    if visits.stream.shared:
+        matrices, which = visits.matrices(chosen)
+        shared = (matrices, which.repeat_interleave(counts))
     for receiver in receivers:
-        weights = receiver.weights[chosen].repeat_interleave(counts)
-        sides = receiver.sides(*(t.to(receiver.into.device) for t in (*rows, weights)))
+        weights, device = receiver.weights[chosen].repeat_interleave(counts), receiver.into.device
+        keys, values, weights = (t.to(device) for t in (*rows, weights))
+        sides = receiver.sides(keys, values, weights, [t.to(device) for t in shared])
         add_groups(receiver.into, sides, groups, receiver.region)
 
 
@@ -209,7 +219,7 @@ def _whole_groups(numbers: Tensor, each: int) -> list[int]:
     return sizes
 
 
-def add_groups(into: Tensor, sides: Sides, numbers: Tensor, region: Region) -> None:
+def add_groups(into: Tensor, sides: AnySides, numbers: Tensor, region: Region) -> None:
     """Adds each row to its group; see `add_visits`."""
     if not bool((numbers[1:] >= numbers[:-1]).all()):
         order = torch.argsort(numbers, stable=True)
@@ -224,8 +234,13 @@ def add_groups(into: Tensor, sides: Sides, numbers: Tensor, region: Region) -> N
         into.index_add_(0, groups.to(into.device), sums)
 
 
-def add_segments(into: Tensor, sides: Sides, counts: Tensor, region: Region) -> None:
+def add_segments(into: Tensor, sides: AnySides, counts: Tensor, region: Region) -> None:
     """Adds runs of so many rows each, of which the first belongs to the first group, and so on."""
+    if isinstance(sides, SharedSides):
+        begins = counts.cumsum(0) - counts
+        for target, begin, count in zip(into, begins.tolist(), counts.tolist(), strict=True):
+            _add_shared(target, sides[begin : begin + count], region)
+        return
     (top, left), (height, _), across = sides.at, region.shape, region.columns
     width = 1 if sides.b is None else sides.b.shape[-1]
     begin, end = max(across.start, left), min(across.stop, left + width)
@@ -244,6 +259,16 @@ def add_segments(into: Tensor, sides: Sides, counts: Tensor, region: Region) -> 
     if first < last:
         target = into[:, first - region.rows.start : last - region.rows.start, here]
         _add_products(target, Sides(sides.a, b), counts, slice(first - top, last - top))
+
+
+def _add_shared(into: Tensor, sides: SharedSides, region: Region) -> None:
+    """Adds rows that share matrices to a part of one matrix."""
+    part = Region(region.rows, slice(0, 1) if sides.narrow else region.columns)
+    for M, rows in sides.by_matrix():
+        block = into.new_zeros(1, *part.shape)
+        add_segments(block, sides.plain[rows], torch.tensor([len(rows)]), part)
+        lines = M if len(M) == 1 else M[region.rows]
+        into += block[0] * lines[:, region.columns].to(block)
 
 
 def _add_places(into: Tensor, places: Tensor, b: Tensor) -> None:

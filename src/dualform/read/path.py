@@ -202,7 +202,7 @@ def _add(into: dict[str, Tensor], found: Parameters, queries: Tensor, chosen: Te
 def _along(directions: Parameters, change: Parameters) -> Tensor:
     """(queries,): `⟨Ḡ, W_T − W_0⟩`, in float64."""
     parts = [
-        (directions[name].flatten(1).double() @ step.flatten().double()).cpu()
+        (directions[name].double().reshape(-1, step.numel()) @ step.flatten().double()).cpu()
         for name, step in change.items()
     ]
     return torch.stack(parts).sum(0)

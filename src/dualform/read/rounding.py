@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger, Term
-from dualform.memory.blocks import Sides, matrix_shape
+from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import Form, form_named
+from dualform.memory.shared import AnySides
 from dualform.read.scan import Scan, row_sides, rows_total, with_residuals
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -98,7 +99,7 @@ def _uses(scan: Scan, book: Book, term: Term) -> Iterator[Use]:
         yield last
 
 
-def _reaches(sides: Sides, shape: tuple[int, int]) -> bool:
+def _reaches(sides: AnySides, shape: tuple[int, int]) -> bool:
     """Whether blocks of rows cover a whole matrix."""
     width = 1 if sides.b is None else sides.b.shape[-1]
     return (sides.a.shape[-1], width) == shape

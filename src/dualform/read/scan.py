@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from dualform.errors import CorruptError
 from dualform.layers import expand, positions
 from dualform.ledger import Book, Ledger, Shard, Stream, Term
 from dualform.ledger.codecs import Column
-from dualform.memory.blocks import Sides, from_matrix, matrix_shape
+from dualform.memory.blocks import from_matrix, matrix_shape
 from dualform.memory.forms import form_named
+from dualform.memory.shared import AnySides, SharedSides
 from dualform.read.progress import LateProgress
 
 CHUNK_BYTES = 16 << 20
@@ -33,7 +35,7 @@ class RowColumns:
         at = order[torch.searchsorted(batches, self._segments[:, 1].contiguous())]
         self._begins, self._sizes = begins[at], sizes[at]
         self._counts = self._sizes * self._segments[:, 2]
-        check_arrays(shard, stream, int(self._counts.sum()))
+        check_arrays(shard, stream, int(self._counts.sum()), len(self._counts))
 
     def between(self, first: int, last: int) -> tuple[int, int]:
         """Which records belong to these steps; they stand in the order of steps."""
@@ -42,13 +44,22 @@ class RowColumns:
         return start, start + int(self._counts[(steps >= first) & (steps <= last)].sum())
 
     def visits(self, until: int) -> Tensor:
-        """(4, visits) until a step: the first record, how many there are, the step and sample."""
+        """(5, visits) until a step: the first record, how many there are, step, sample and use."""
         steps, _, each = (column.repeat_interleave(self._sizes) for column in self._segments.T[:3])
         begins = self._sizes.cumsum(0) - self._sizes
         at = torch.arange(len(each)) + (self._begins - begins).repeat_interleave(self._sizes)
         samples = self._ledger.samples(self._shard)[at]
-        found = torch.stack([each.cumsum(0) - each, each, steps, samples])
+        uses = torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
+        found = torch.stack([each.cumsum(0) - each, each, steps, samples, uses])
         return found[:, (steps <= until) & (each > 0)]
+
+    def parts(self, begin: int, end: int, records: int, uses: int | None) -> list[tuple[int, int]]:
+        """Some records in parts: of so many records, or where `uses` is given, of so many uses."""
+        if uses is None:
+            return [(at, min(at + records, end)) for at in range(begin, end, records)]
+        ends = self._counts.cumsum(0)
+        stops = torch.unique(ends[(ends > begin) & (ends <= end)])[uses - 1 :: uses].tolist()
+        return [pair for pair in pairwise([begin, *stops, end]) if pair[0] < pair[1]]
 
     @cached_property
     def steps(self) -> Tensor:
@@ -97,6 +108,8 @@ class Chunk:
     columns: RowColumns
     start: int
     """The first record; a record has one row, or as many as its layout has positions."""
+    matrices: Tensor | None = None
+    """(uses, height, width): what the rows of each use share, where they do."""
 
     @cached_property
     def steps(self) -> Tensor:
@@ -130,6 +143,12 @@ class Chunk:
             yield use, self.columns.step_and_batch(use), slice(begin, begin + count)
             begin += count
 
+    @property
+    def which(self) -> Tensor:
+        """(rows,): which of the matrices is each row's."""
+        uses = self._of(self.columns.uses)
+        return uses - uses[:1]
+
     @cached_property
     def _each(self) -> int:
         return positions(self.stream)
@@ -139,12 +158,13 @@ class Chunk:
         return part if self._each == 1 else part.repeat_interleave(self._each)
 
 
-def row_sides(chunk: Chunk, term: Term) -> Sides:
+def row_sides(chunk: Chunk, term: Term) -> AnySides:
     """A chunk's rows as the blocks they add to a parameter."""
-    return form_named(term.form).rows(chunk.keys, chunk.values, term.groups, term.at)
+    plain = form_named(term.form).rows(chunk.keys, chunk.values, term.groups, term.at)
+    return plain if chunk.matrices is None else SharedSides(plain, chunk.matrices, chunk.which)
 
 
-def rows_total(book: Book, term: Term, sides: Sides, coefficients: Tensor) -> Tensor:
+def rows_total(book: Book, term: Term, sides: AnySides, coefficients: Tensor) -> Tensor:
     """`Σ c a ⊗ b` over some rows, in the shape of the parameter, in float64."""
     shape = matrix_shape(book.shape, term.view, term.groups)
     return from_matrix(sides.total(coefficients, shape), book.shape, term.view, term.groups)
@@ -177,6 +197,7 @@ class Scan:
     ) -> None:
         self._stream, self._first, self._until = stream, first, until
         self._device = torch.device(device)
+        self._shared = f"{stream.name}/shared"
         self._shards = [
             (shard, columns, columns.between(first, until))
             for shard in shards_of(ledger, stream, first, until)
@@ -198,14 +219,26 @@ class Scan:
         file, codec = shard.file.mapped(), shard.codec(self._stream.name)
         names = {name: f"{self._stream.name}/{name}" for name in stored_arrays(shard, self._stream)}
         arrays = {name: file.rows(full, 0, shard.file.rows(full)) for name, full in names.items()}
-        for start in range(begin, end, records):
-            stop = min(start + records, end)
+        for start, stop in columns.parts(begin, end, records, self._uses_at_once(shard)):
             keys, values = (s.to(self._device) for s in codec.decode(arrays, start, stop))
             rows, errors = expand(self._stream, keys, values)
             assert errors is not None
-            yield Chunk(self._stream, rows, errors, columns, start)
+            first, last = (int(columns.uses[at]) for at in (start, stop - 1))
+            matrices = None
+            if self._stream.shared:
+                stored = at_least_32_bits(file.rows(self._shared, first, last + 1))
+                matrices = stored.to(self._device).reshape(-1, *self._stream.shared)
+            yield Chunk(self._stream, rows, errors, columns, start, matrices)
             for full in names.values():
                 file.let_go(full, start, stop)
+            if self._stream.shared:
+                file.let_go(self._shared, first, last + 1)
+
+    def _uses_at_once(self, shard: Shard) -> int | None:
+        """How many uses a chunk has where they share large matrices, of which one is all it can."""
+        if not self._stream.shared or self._stream.layout:
+            return None
+        return max(1, CHUNK_BYTES // shard.file.arrays[self._shared].row_bytes)
 
     def _record_bytes(self, shard: Shard) -> int:
         """What a record takes once it is expanded."""
@@ -233,8 +266,21 @@ def stored_arrays(shard: Shard, stream: Stream) -> dict[str, Column]:
     return shard.codec(stream.name).arrays(*widths(stream))
 
 
-def check_arrays(shard: Shard, stream: Stream, records: int) -> None:
+def at_least_32_bits(matrices: Tensor) -> Tensor:
+    """The matrices that rows share, as they are computed with."""
+    return matrices.to(torch.promote_types(matrices.dtype, torch.float32))
+
+
+def check_arrays(shard: Shard, stream: Stream, records: int, segments: int) -> None:
     """Refuses arrays that are not what the stream's codec says of so many records."""
+    if stream.shared:
+        matrices = shard.file.array(f"{stream.name}/shared")
+        expected = (segments, math.prod(stream.shared))
+        if matrices.shape != expected or not matrices.dtype.is_floating_point:
+            raise CorruptError(
+                f"'{shard.path}' has '{stream.name}/shared' as {matrices.dtype} of shape "
+                f"{matrices.shape}; its segments share matrices: floats of {expected}."
+            )
     for name, column in stored_arrays(shard, stream).items():
         entry = shard.file.array(f"{stream.name}/{name}")
         if entry.shape[:1] != (records,):

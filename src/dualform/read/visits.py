@@ -21,7 +21,7 @@ from dualform.layers import expand, positions
 from dualform.ledger import Codec, Ledger, Records, Shard, Stream
 from dualform.ledger.codecs import Exact
 from dualform.ledger.tensors import ArrayPlace
-from dualform.read.scan import RowColumns, shards_of, stored_arrays, widths
+from dualform.read.scan import RowColumns, at_least_32_bits, shards_of, stored_arrays, widths
 
 GATHERED_BYTES = 512 << 20
 """How many bytes of records are gathered at a time."""
@@ -82,9 +82,9 @@ class Visits:
         parts = [RowColumns(ledger, shard, stream).visits(until) for shard in self._shards]
         counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
         self._file = torch.arange(len(parts)).repeat_interleave(counts)
-        found = torch.cat([torch.zeros(4, 0, dtype=torch.long), *parts], 1)
-        self._start, self.records, self.steps, self.samples = found
-        """Of each visit: its first record, how many it has, its step and its sample."""
+        found = torch.cat([torch.zeros(5, 0, dtype=torch.long), *parts], 1)
+        self._start, self.records, self.steps, self.samples, self._use = found
+        """Of each visit: its first record, how many it has, its step, its sample and its use."""
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -114,7 +114,8 @@ class Visits:
         }
         made = expand(self.stream, *self._codec.decode(record, 0, 1))
         each = sum(rows.nbytes for rows in made if rows is not None)
-        return max(1, CACHED_BYTES // max(1, each * self._longest))
+        shared = math.prod(self.stream.shared) * 4 if self.stream.shared else 0
+        return max(1, CACHED_BYTES // max(1, each * self._longest + shared))
 
     @property
     def _longest(self) -> int:
@@ -165,6 +166,14 @@ class Visits:
         rows, errors = expand(self.stream, *self._codec.decode(stored, begin, end))
         assert errors is not None
         return rows, errors
+
+    def matrices(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """The matrices (count, height, width) of some visits, and which is each visit's."""
+        pairs = torch.stack([self._file[chosen], self._use[chosen]])
+        found, which = torch.unique(pairs, dim=1, return_inverse=True)
+        name, shape = f"{self.stream.name}/shared", self.stream.shared
+        stored = [self._shards[at].file.read(name, use, use + 1) for at, use in found.T.tolist()]
+        return at_least_32_bits(torch.cat(stored)).reshape(-1, *shape), which
 
     def of_rows(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step, sample and position of each row of some visits."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Term
 from dualform.ledger.format import BUFFER
+from dualform.memory.blocks import Sides
 from dualform.optimizers import apply
 from dualform.read.coefficients import Accounting
 from dualform.read.forward import Forward
@@ -72,7 +73,7 @@ def gross_part(accounting: Accounting, book: Book) -> Tensor:
     total = torch.zeros(book.size, 1, dtype=torch.float64, device=accounting.device)
     for chunk, term, numbers in _chunks(accounting, book):
         sides = row_sides(chunk, term)
-        if sides.b is None:
+        if isinstance(sides, Sides) and sides.b is None:
             sizes = replace(sides, a=sides.a.abs())
             total += sizes.total(numbers[chunk.steps].abs(), tuple(total.shape))
     return total.cpu()

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dualform.layers import expand
+from dualform.layers import expand, positions
 from dualform.ledger import Book, Codec, Records, Stream, Term
 from dualform.memory.blocks import from_matrix, matrix_shape
 from dualform.memory.forms import form_named
+from dualform.memory.shared import AnySides, SharedSides
 from dualform.recording.probe import Evidence, Feed, StreamRows
 
 
@@ -58,14 +59,16 @@ class Entries:
             self.arrays.setdefault(f"{name}/{array}", []).append(part)
         segments = rows.segments + torch.tensor([self.first, 0, 0])
         self.arrays.setdefault(f"{name}/segments", []).append(segments)
+        if rows.shared is not None:
+            self.arrays.setdefault(f"{name}/shared", []).append(rows.shared)
         if not codec.leaves_residual:
             return
         decoded, steps = codec.decode(encoded, 0, len(records.keys)), rows.at.to(rows.keys.device)
         for at in sorted(set(rows.at.tolist())):
             own = steps == at
             for book, term in feed.terms.items():
-                residual = _total(self.books[book], feed.stream, term, records, own)
-                residual -= _total(self.books[book], feed.stream, term, decoded, own)
+                residual = _total(self.books[book], feed.stream, term, records, own, rows)
+                residual -= _total(self.books[book], feed.stream, term, decoded, own, rows)
                 found = self.residuals.setdefault(book, {})
                 found[self.first + at] = found.get(self.first + at, 0) + residual
 
@@ -79,12 +82,19 @@ def _of_one_dtype(pieces: Sequence[StreamRows]) -> list[Records]:
     return [Records(rows.keys.to(keys), rows.values.to(values)) for rows in pieces]
 
 
-def _total(book: Book, stream: Stream, term: Term, records: Records, own: Tensor) -> Tensor:
-    """What some records add up to, in the shape of a book, in float64."""
+def _total(
+    book: Book, stream: Stream, term: Term, records: Records, own: Tensor, rows: StreamRows
+) -> Tensor:
+    """What some records add up to, in the shape of a book, in float64; `rows` are all of them."""
     keys, values = expand(stream, records.keys[own], records.values[own].double())
     assert values is not None
     keys = keys.double() if keys.is_floating_point() else keys.long()
-    sides = form_named(term.form).rows(keys, values, term.groups, term.at)
+    plain = form_named(term.form).rows(keys, values, term.groups, term.at)
+    sides: AnySides = plain
+    if rows.shared is not None:
+        uses = torch.arange(len(rows.counts)).repeat_interleave(rows.counts).to(own.device)[own]
+        matrices = rows.shared.double().reshape(-1, *stream.shared)
+        sides = SharedSides(plain, matrices, uses.repeat_interleave(positions(stream)))
     ones = torch.ones(len(values), dtype=torch.float64, device=values.device)
     shape = matrix_shape(book.shape, term.view, term.groups)
     return from_matrix(sides.total(ones, shape), book.shape, term.view, term.groups)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import RecordingError
 from dualform.layers import is_scripted
-from dualform.layers.computed import computed_weight
+from dualform.layers.computed import computed_weight, is_weight_norm
 from dualform.layers.derived import LARGEST
 from dualform.ledger import Book
 from dualform.ledger.tensors import CODES
@@ -169,7 +169,7 @@ def reason_of(model: nn.Module, name: str) -> str:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if computed_weight(name, parameters):
         size = parameters[name].numel()
-        if size > LARGEST:
+        if size > LARGEST and not is_weight_norm(own, model.get_submodule(path)):
             return (
                 f"a weight is computed from it: its rows are every sample's gradient in full, and "
                 f"{size:,} numbers a sample are too many to keep; the most are {LARGEST:,}"

@@ -74,7 +74,8 @@ class Ports:
                 return None
         keys = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
         values = tuple(rows.values.shape[rows.values.ndim - site.value_dims :])
-        stream = Stream(stream_name(site.label), keys, values, dict(site.layout))
+        shared = () if rows.shared is None else tuple(rows.shared.shape)
+        stream = Stream(stream_name(site.label), keys, values, dict(site.layout), shared)
         for port in self.all:  # the same use by another call, such as x @ W after linear(x, W.T)
             if port.site == site and port.stream == replace(stream, name=port.stream.name):
                 return port
@@ -96,7 +97,7 @@ class Ports:
     def _part(self, site: Site, stream: Stream) -> str:
         """Which part of its parameter a stream is about, where it is not about all of it."""
         book, term = next(iter(site.terms.items()))
-        if term.form == "lookup":
+        if term.form == "lookup" or stream.shared:
             return ""
         shape = tuple(self._parameters[book].shape)
         (top, left), (height, width) = term.at, matrix_shape(shape, term.view, term.groups)

@@ -11,7 +11,7 @@ step's *factor*. Where it does not, the rows do not explain the gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from dualform.layers import inner_products, sample_major
 from dualform.layers.conv import at_positions
 from dualform.ledger import Stream, Term
+from dualform.memory.forms import form_named
 from dualform.recording.ports import Port
 from dualform.recording.tape import Page
 
@@ -40,6 +41,8 @@ class StreamRows:
     """(segments, 3): index of the step, batch number, records of each sample."""
     counts: Tensor
     """(segments,): records."""
+    shared: Tensor | None = None
+    """(segments, height × width): the matrix that a segment's rows share, where they do."""
 
     @property
     def at(self) -> Tensor:
@@ -49,9 +52,19 @@ class StreamRows:
     def keep(self, segments: Tensor) -> StreamRows:
         """Only the segments where the mask is true."""
         rows = segments.repeat_interleave(self.counts).to(self.keys.device)
-        return StreamRows(
-            self.keys[rows], self.values[rows], self.segments[segments], self.counts[segments]
-        )
+        shared = None if self.shared is None else self.shared[segments.to(self.shared.device)]
+        table, counts = self.segments[segments], self.counts[segments]
+        return StreamRows(self.keys[rows], self.values[rows], table, counts, shared)
+
+    def by_segment(self) -> Iterator[StreamRows]:
+        """The records of each segment by themselves, of which all have the same number."""
+        count = max(1, len(self.counts))
+        size = len(self.keys) // count
+        for at in range(len(self.counts)):
+            rows, own = slice(at * size, (at + 1) * size), slice(at, at + 1)
+            shared = None if self.shared is None else self.shared[own]
+            table, counts = self.segments[own], self.counts[own]
+            yield StreamRows(self.keys[rows], self.values[rows], table, counts, shared)
 
 
 def lay_out(port: Port, page: Page, first: int, last: int) -> StreamRows | None:
@@ -64,12 +77,14 @@ def lay_out(port: Port, page: Page, first: int, last: int) -> StreamRows | None:
     if not chosen:
         return None
     site, (samples, stretch) = port.site, page.form[4]
-    keys, values = page.rows([at for at, _, _ in chosen])
+    slots = [at for at, _, _ in chosen]
+    keys, values = page.rows(slots)
     keys = sample_major(keys, samples, stretch, site.key_dims)
     values = sample_major(values, samples, stretch, site.value_dims)
     count = len(keys) // len(chosen)
     table = [(step, batch.number, count // samples) for _, step, batch in chosen]
-    return StreamRows(keys, values, torch.tensor(table), torch.full((len(chosen),), count))
+    counts = torch.full((len(chosen),), count)
+    return StreamRows(keys, values, torch.tensor(table), counts, page.matrices(slots))
 
 
 @dataclass(frozen=True)
@@ -219,6 +234,8 @@ def probe_rows(
     stream: Stream, term: Term, records: StreamRows, look: Look
 ) -> tuple[Tensor, Tensor]:
     """By segment, the probe of some records (segments, numbers) and its terms' size (segments,)."""
+    if records.shared is not None:
+        return _probe_shared(stream, term, records, look)
     wide = torch.promote_types(records.values.dtype, torch.float32)
     values = records.values.to(wide)
     if term.form == "lookup":
@@ -271,6 +288,57 @@ def _products(a: Tensor, inner: Tensor, groups: Tensor) -> Tensor:
     if inner.shape[2] == 1:
         return a.mT @ inner[:, :, 0]
     return torch.einsum("snh,snhv->shv", a, inner[:, :, groups])
+
+
+def _probe_shared(
+    stream: Stream, term: Term, records: StreamRows, look: Look
+) -> tuple[Tensor, Tensor]:
+    """For rows that share a matrix: a convolution's share a line, which acts on the vectors."""
+    assert look.vectors is not None
+    none = records.values.new_zeros(0, look.numbers)
+    probes, sizes = [none], [none[:, 0]]
+    for segment, M in _by_segment(stream, records):
+        vectors = look.vectors.to(M)
+        if stream.layout:
+            seen = replace(look, vectors=vectors * M.T, later=False)
+            probe, size = probe_rows(stream, term, replace(segment, shared=None), seen)
+            probes.append(probe)
+            sizes.append(size)
+        else:
+            a, lines = _shared_lines(term, segment, M, look.rows)
+            each = (a[:, :, None] * (lines @ vectors)).flatten(1)
+            probes.append(each.sum(0)[None])
+            sizes.append(torch.linalg.vector_norm(each, dim=1).sum()[None])
+    return torch.cat(probes), torch.cat(sizes)
+
+
+def shared_line(stream: Stream, term: Term, records: StreamRows, row: int) -> Tensor:
+    """(segments, width): one row of the gradient, from rows that share a matrix."""
+    found = [records.values.new_zeros(0, stream.shared[1])]
+    for segment, M in _by_segment(stream, records):
+        a, lines = _shared_lines(term, segment, M, slice(row, row + 1))
+        found.append((a[:, :, None] * lines).sum(0))
+    return torch.cat(found)
+
+
+def _by_segment(stream: Stream, records: StreamRows) -> Iterator[tuple[StreamRows, Tensor]]:
+    """Each segment by itself, and the matrix that its rows share, at least in 32 bits."""
+    for segment in records.by_segment():
+        assert segment.shared is not None
+        wide = torch.promote_types(segment.shared.dtype, torch.float32)
+        yield segment, segment.shared.to(wide).reshape(stream.shared)
+
+
+def _shared_lines(term: Term, segment: StreamRows, M: Tensor, some: slice) -> tuple[Tensor, Tensor]:
+    """Some lines of the blocks of one segment's rows, which share M: as one side times the other.
+
+    (rows, lines), and (rows, lines, width) or one for all rows.
+    """
+    rows = form_named(term.form).rows(segment.keys.to(M), segment.values.to(M), term.groups)
+    if rows.b is None:
+        return rows.a[:, some], M[None, some]
+    groups = torch.arange(len(M), device=M.device)[some] * term.groups // len(M)
+    return rows.a[:, some], M[some] * rows.b.reshape(len(rows), term.groups, -1)[:, groups]
 
 
 def _probe_lookup(

@@ -37,7 +37,7 @@ from dualform.optimizers import (
 )
 from dualform.recording.glance import ROUNDINGS
 from dualform.recording.plan import Plan
-from dualform.recording.probe import Evidence, Look, StreamRows, probe_rows
+from dualform.recording.probe import Evidence, Look, StreamRows, probe_rows, shared_line
 from dualform.recording.steps import Step
 from dualform.recording.tally import MISMATCH, in_double
 
@@ -330,6 +330,8 @@ def is_followed(rule: Rule) -> bool:
 
 def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width: int) -> Tensor:
     """(segments, width): one row of the gradient, from the rows of a product or of a table."""
+    if records.shared is not None and not stream.layout:
+        return shared_line(stream, term, records, row)
     wide = torch.promote_types(records.values.dtype, torch.float32)
     values, (top, left), count = records.values.to(wide), term.at, len(records.counts)
     found = values.new_zeros(count, width)
@@ -345,7 +347,8 @@ def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width
     if stream.layout:
         pairs = zip(keys.chunk(count), values.chunk(count), strict=True)  # all of one size
         each = [conv.gradient_row(stream, k, v, row - top) for k, v in pairs]
-        return torch.stack(each)
+        line = torch.stack(each)
+        return line if records.shared is None else line * records.shared.to(wide)
     part = keys.shape[1] // term.groups  # a group of outputs has its own part of the keys
     start = (row - top) * term.groups // height * part
     keys = keys[:, start : start + part]

@@ -39,6 +39,8 @@ class Page:
         self.form = (x.shape, error.shape, x.dtype, error.dtype, order)
         self.slot_bytes = x.nbytes + error.nbytes
         self.marks: list[tuple[int, Batch]] = []
+        self.shared: list[Tensor] = []
+        """The matrix of each slot, in streams whose rows share one; else none."""
         self._make(x, error)
 
     def _make(self, x: Tensor, error: Tensor) -> None:
@@ -60,9 +62,15 @@ class Page:
             return self._keys[start:stop], self._values[start:stop]
         return self._keys[chosen], self._values[chosen]
 
+    def matrices(self, chosen: list[int]) -> Tensor | None:
+        """(slots, height × width): the matrices of the chosen slots, where rows share any."""
+        if not self.shared:
+            return None
+        return torch.stack([self.shared[at].flatten() for at in chosen])
+
     def clear(self) -> None:
         """Makes all slots free."""
-        self.marks = []
+        self.marks, self.shared = [], []
 
 
 class HeldPage(Page):
@@ -91,7 +99,8 @@ class HeldPage(Page):
 
     def clear(self) -> None:
         """Lets go of all it holds."""
-        self.marks, self.key_slots, self.value_slots = [], [], []
+        super().clear()
+        self.key_slots, self.value_slots = [], []
 
 
 def _lean(x: Tensor) -> Tensor:
@@ -133,15 +142,29 @@ class Tape:
         self._pool = pool
         self.pages: list[Page] = []
 
-    def write(self, step: int, batch: Batch, x: Tensor, error: Tensor, order: Order) -> int:
-        """Puts one use of the layer into the next slot; returns its bytes."""
+    def write(
+        self,
+        step: int,
+        batch: Batch,
+        x: Tensor,
+        error: Tensor,
+        order: Order,
+        shared: Tensor | None = None,
+    ) -> int:
+        """Puts one use of the layer into the next slot; returns its bytes.
+
+        A matrix that its rows share was made for them, and is held as it is.
+        """
         page = self.pages[-1] if self.pages else self._turn(x, error, order)
         form = (x.shape, error.shape, x.dtype, error.dtype, order)
         if len(page.marks) == page.slots or page.form != form:
             page = self._turn(x, error, order)
         page.put(x, error)
         page.marks.append((step, batch))
-        return page.slot_bytes
+        if shared is None:
+            return page.slot_bytes
+        page.shared.append(shared)
+        return page.slot_bytes + shared.nbytes
 
     def take(self) -> list[Page]:
         """The pages written so far; the next row begins a new one."""

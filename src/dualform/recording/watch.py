@@ -124,8 +124,9 @@ class Watch:
                 for at, (step, batch) in enumerate(page.marks):
                     if step == self.step:
                         x, error = page.key_slots[at], page.value_slots[at]
+                        shared = page.shared[at] if page.shared else None
                         tape = self.ports.all[index].tape
-                        self.bytes += tape.write(step, batch, x, error, page.form[4])
+                        self.bytes += tape.write(step, batch, x, error, page.form[4], shared)
         return taken
 
     # Hooks
@@ -295,7 +296,7 @@ class Watch:
                 self._write_one_by_one(port, rows, batch, found)
                 return
             port.arranged = (shape, found)
-        self._put(port, keys, values, batch, port.arranged[1])
+        self._put(port, rows, batch, port.arranged[1])
 
     def _write_one_by_one(self, port: Port, rows: Rows, batch: Batch, owners: Tensor) -> None:
         """Rows in the order of their data: each is a sample of a batch of its own."""
@@ -310,12 +311,15 @@ class Watch:
                 return
             keys, values, owners = keys[known], values[known], owners[owners >= 0]
         if len(owners):
-            self._put(port, keys, values, self._batches.part(batch, owners), 1)
+            rows = rows._replace(keys=keys, values=values)
+            self._put(port, rows, self._batches.part(batch, owners), 1)
 
-    def _put(self, port: Port, keys: Tensor, values: Tensor, batch: Batch, stretch: int) -> None:
+    def _put(self, port: Port, rows: Rows, batch: Batch, stretch: int) -> None:
+        keys, values = rows.keys, rows.values
+        assert values is not None
         if (batch.whole or batch).ids is None:
             self.unnamed.add(batch.number)
         if keys.dtype != values.dtype and keys.is_floating_point():
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
         order = (batch.size, stretch)
-        self.bytes += port.tape.write(self.step, batch, keys, values, order)
+        self.bytes += port.tape.write(self.step, batch, keys, values, order, rows.shared)

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import Bilinear, Functional, Sides
+from dualform.memory.blocks import Bilinear, Functional
+from dualform.memory.shared import AnySides
 from dualform.memory.views import Region, View
 
 Question: TypeAlias = Functional | Bilinear
@@ -85,7 +86,7 @@ class Operator(ABC):
         dense = question.dense(view.size[0])
         return Bilinear(view.through(self.adjoint.apply, dense.matrices))
 
-    def answers(self, question: Question, rows: Sides, view: View, memo: Memo) -> Tensor:
+    def answers(self, question: Question, rows: AnySides, view: View, memo: Memo) -> Tensor:
         """(rows, questions): what rows answer to a question that is asked through the operator.
 
         The same `memo` comes with every step that is asked the same question.

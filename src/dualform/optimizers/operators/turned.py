@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualform.memory.blocks import Bilinear, Sides
+from dualform.memory.shared import AnySides
 from dualform.memory.views import View
 from dualform.optimizers.operators.modewise import along
 from dualform.optimizers.operators.operator import Coefficient, Memo, Operator, Question
@@ -104,9 +105,9 @@ class Turned(Operator):
         D = one.part.c * one.part.D + sum_.part.c * sum_.part.D
         return Turned(Part(one.part.Q, D), sum_.tail, sum_.rest)
 
-    def answers(self, question: Question, rows: Sides, view: View, memo: Memo) -> Tensor:
+    def answers(self, question: Question, rows: AnySides, view: View, memo: Memo) -> Tensor:
         """From the question in this operator's basis, which the memo has for the next step."""
-        if not can_turn(question, rows, view):
+        if not isinstance(rows, Sides) or not can_turn(question, rows, view):
             return super().answers(question, rows, view, memo)
         if Turned not in memo:
             memo[Turned] = Turning(question, view.shape, rows.a.device)
