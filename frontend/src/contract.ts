@@ -304,6 +304,8 @@ export interface BookLine {
   reason: string
   remainder: number | null
   rounding: number | null
+  /** The share of its change that entries leave, where they are less than the rows. */
+  residual: number | null
   bytes: number
 }
 

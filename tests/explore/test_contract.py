@@ -14,7 +14,7 @@ import pytest
 from tests.explore.test_report import carried
 
 import dualform
-from dualform.explore import Exhibit, Explorer, contract, write_report
+from dualform.explore import Exhibit, Explorer, contract, report_contract, write_report
 from dualform.explore.page import json_text
 from dualform.explore.typescript import typescript, written
 
@@ -96,7 +96,7 @@ def test_every_view_keeps_to_the_contract(name: str, request: pytest.FixtureRequ
 
 def test_a_report_keeps_to_the_contract(words: Exhibit, tmp_path: Path) -> None:
     content = carried(write_report(words, tmp_path / "report.html", ["0", "sample:3"]))
-    assert not list(departures(content, contract.ReportData))
+    assert not list(departures(content, report_contract.ReportData))
     sides = [side for answer in content["answers"].values() for side in answer["sides"].values()]
     assert any("tokens" in card for side in sides for card in side["samples"])
 

@@ -342,6 +342,8 @@ class BookLine(TypedDict):
     reason: str
     remainder: float | None
     rounding: float | None
+    residual: float | None
+    """The share of its change that entries leave, where they are less than the rows."""
     bytes: int
 
 
@@ -372,28 +374,3 @@ class Views(TypedDict):
     suspects: SuspectsView
     subtract: SubtractView
     books: BooksView
-
-
-class CarriedAnswer(AnswerView):
-    """An answer, and what further answers are made of."""
-
-    cells: str | None
-    """(samples, bins) in the order of the ids: base64 of little-endian float32."""
-
-
-class ReportData(TypedDict):
-    """What a report carries, as JSON in <script id="carried">"""
-
-    run: RunView
-    books: BooksView
-    ids: list[Id]
-    suspicion: str
-    """Of every sample, in the order of the ids: base64 of little-endian float32."""
-    columns: dict[str, list[Label | None]]
-    previews: dict[str, PreviewCard]
-    queries: list[QueryCard]
-    answers: dict[str, CarriedAnswer]
-    """By `query|ask|layer|output`."""
-    layers: dict[str, LayersView]
-    """By `query|output`."""
-    samples: dict[str, SampleView]

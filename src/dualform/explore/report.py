@@ -16,12 +16,12 @@ from dualform.explore.contract import (
     BooksView,
     LayersView,
     PreviewCard,
-    ReportData,
     RunView,
 )
 from dualform.explore.exhibit import Exhibit
 from dualform.explore.page import report_page
 from dualform.explore.parameters import Parameters
+from dualform.explore.report_contract import ReportData
 from dualform.explore.views import Explorer, Json
 from dualform.ledger.files import write_durably
 from dualform.read.ask import nothing_by_row
@@ -80,7 +80,7 @@ def usual_queries(exhibit: Exhibit) -> list[str]:
 
 
 class ReportContent:
-    """What a report carries, in the shape that the front end reads: `contract.ReportData`."""
+    """What a report carries, in the shape that the front end reads: `ReportData`."""
 
     def __init__(self, explorer: Explorer, queries: Sequence[str]) -> None:
         self._explorer, self._queries = explorer, queries

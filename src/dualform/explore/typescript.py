@@ -1,4 +1,4 @@
-"""The explorer's JSON contract as TypeScript: contract.py is read, not run.
+"""The explorer's JSON contract as TypeScript: the contract is read, not run.
 
     python src/dualform/explore/typescript.py            prints it
     python src/dualform/explore/typescript.py --write    writes it where it is used
@@ -12,7 +12,7 @@ import ast
 import sys
 from pathlib import Path
 
-CONTRACT = Path(__file__).with_name("contract.py")
+CONTRACT = [Path(__file__).with_name(name) for name in ("contract.py", "report_contract.py")]
 BEGIN = "// Made from src/dualform/explore/contract.py by `make format`: change it there."
 PLAIN = {"int": "number", "float": "number", "str": "string", "bool": "boolean", "None": "null"}
 
@@ -26,8 +26,10 @@ def typescript(contract: str | None = None) -> str:
     }
     ...
     """
+    if contract is None:
+        contract = "\n".join(path.read_text("utf-8") for path in CONTRACT)
     parts = [BEGIN]
-    for node in ast.parse(contract or CONTRACT.read_text("utf-8")).body:
+    for node in ast.parse(contract).body:
         if isinstance(node, ast.ClassDef):
             parts.append(_interface(node))
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
