@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
-from dualform.private import version_of
+from dualform.private import versions_of
 from dualform.recording.book_states import BookStates, Event, Kept, Note
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt, Excerpts
 from dualform.recording.gradients import GradientProbes
@@ -126,8 +126,7 @@ class StepObserver:
         if self.states.by_step:
             observed = [n for n, at in self._plan.columns.items() if step.states[at] == OBSERVED]
             changes = self._copies.changes(observed)
-        state = self._optimizer.state
-        self._memory = {n: _memory(state[p]) for n, _, p in self._arranged.by_row if p in state}
+        self._memory = self._memories()
         return replace(step, changes=changes, after=self.excerpts.take(), edited=edited)
 
     def late_changes(self) -> dict[str, Tensor]:
@@ -168,11 +167,12 @@ class StepObserver:
                     if refusal
                     else (Event.NO_ROWS, reason_of(self._model, name))
                 )
+        memory = self._memories()
         for name, _, p in self._arranged.by_row:
             if p.grad is not None:
                 if id(p) in refused:
                     lost[name] = (Event.GROUP_REFUSED, refused[id(p)])
-                elif self._is_altered(name, p):
+                elif _is_altered(self._memory.get(name), memory.get(name, [])):
                     lost[name] = (Event.STATE_CHANGED, FORGOTTEN)
                 if name in lost:  # what rows did so far stays
                     self._copies.begin_at({name: p.detach().clone()})
@@ -181,18 +181,16 @@ class StepObserver:
             self.keep_by_step(lost[name][0], {name: lost[name][1]})
         return [Note(number, name, lost[name][1]) for name in named]
 
-    def _is_altered(self, name: str, parameter: Tensor) -> bool:
-        """Whether the optimizer's memory of a parameter is not what the last step left."""
-        left = self._memory.get(name)
-        if left is None:
-            return False
-        now = _memory(self._optimizer.state.get(parameter, {}))
-        if len(now) != len(left):
-            return True
-        for (old, version), (new, count) in zip(left, now, strict=True):
-            if count != version if new is old else not torch.equal(new, old):
-                return True
-        return False
+    def _memories(self) -> dict[str, Memory]:
+        """What the optimizer remembers now of the books kept by row."""
+        state = self._optimizer.state
+        found = {
+            name: [part for part in state[p].values() if isinstance(part, Tensor)]
+            for name, _, p in self._arranged.by_row
+            if p in state
+        }
+        counts = iter(versions_of([part for parts in found.values() for part in parts]))
+        return {name: [(part, next(counts)) for part in parts] for name, parts in found.items()}
 
     def _touch(self) -> tuple[tuple[int, ...], dict[str, Tensor]]:
         """How the step will treat each book, and the gradients of those kept by row."""
@@ -258,8 +256,16 @@ class StepObserver:
         self._arrange()
 
 
-def _memory(state: Mapping[str, object]) -> Memory:
-    return [(kept, version_of(kept)) for kept in state.values() if isinstance(kept, Tensor)]
+def _is_altered(left: Memory | None, now: Memory) -> bool:
+    """Whether the optimizer's memory of a parameter is not what the last step left, if it did."""
+    if left is None:
+        return False
+    if len(now) != len(left):
+        return True
+    return any(
+        count != version if new is old else not torch.equal(new, old)
+        for (old, version), (new, count) in zip(left, now, strict=True)
+    )
 
 
 def _members(optimizer: Optimizer) -> list[list[int]]:
