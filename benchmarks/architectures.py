@@ -145,7 +145,8 @@ def overhead(
         def run_recorded() -> None:
             for _ in range(epochs):
                 recorded.epoch(recorder)
-            recorder._delivery.wait()  # or the other side would pay for what is not yet written
+            # or else the other side would pay for what is not yet written
+            recorder._steps.stages.delivery.wait()
 
         run_plain()
         run_recorded()

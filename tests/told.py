@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dualform.errors import CoverageWarning
 from dualform.ledger import Ledger
-from dualform.recording.settle import NOISY
+from dualform.recording.bookkeeping import NOISY
 
 
 @contextmanager

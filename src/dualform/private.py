@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -95,6 +95,15 @@ def version_of(tensor: Tensor) -> int:
     (0, 1)
     """
     return tensor._version
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The same of several tensors.
+
+    >>> versions_of([torch.zeros(2), torch.zeros(2).add_(1)])
+    [0, 1]
+    """
+    return [tensor._version for tensor in tensors]
 
 
 def base_of(tensor: Any) -> Tensor | None:

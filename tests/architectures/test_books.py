@@ -25,7 +25,7 @@ from tests.architectures.problems import (
 from torch import nn
 
 import dualform
-from dualform.recording.settle import NOISY
+from dualform.recording.bookkeeping import NOISY
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from dualform.read import Run, open_run
 from dualform.read.audit import ROUNDING
-from dualform.recording.settle import NOISY
+from dualform.recording.bookkeeping import NOISY
 from dualform.testing import Loop, train
 from dualform.testing.layers import TOLERANCE
 

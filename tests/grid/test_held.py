@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarnin
 
 def hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Records as on a GPU from here on."""
-    for name in ("tape", "books"):
+    for name in ("pages", "gradients"):
         module = importlib.import_module(f"dualform.recording.{name}")
         monkeypatch.setattr(module, "calls_are_dear", lambda tensor: True)
 

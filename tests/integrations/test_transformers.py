@@ -24,7 +24,7 @@ from transformers import (
 import dualform
 from dualform.errors import RecordingEndedWarning, RecordingError
 from dualform.integrations.transformers import RecordCallback
-from dualform.recording.tape import Tape
+from dualform.recording.pages import PageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 
@@ -287,14 +287,14 @@ def test_a_failure_of_recording_is_not_the_trainer_s(
     recorded, plain = Net(), Net()
     args = arguments(tmp_path, save_strategy="steps", save_steps=2)
     trainer_of(plain, args).train()
-    usual = Tape.write
+    usual = PageWriter.write
 
-    def failing(self: Tape, step: int, *args: Any) -> int:
+    def failing(self: PageWriter, step: int, *args: Any) -> int:
         if step == 5:
             raise MemoryError("no more of it")
         return usual(self, step, *args)
 
-    monkeypatch.setattr(Tape, "write", failing)
+    monkeypatch.setattr(PageWriter, "write", failing)
     callback = RecordCallback(tmp_path / "run")
     with pytest.warns(RecordingEndedWarning, match=r"MemoryError: no more of it.*up to step 4\."):
         trainer_of(recorded, args, callback).train()

@@ -82,7 +82,7 @@ def plain() -> tuple[dict[str, Tensor], Tensor]:
 
 
 FAULTS = {
-    "forward: the batch": "recording.watch.Watch._begin_batch",
+    "forward: the batch": "recording.watch.Batches.begin",
     "forward: a kind of layer": "layers.linear.Linear.use",
     "forward: a recurrent layer": "layers.recurrent.Call.of",
     "forward: a composed function": "layers.composite._undelegated",
@@ -94,23 +94,23 @@ FAULTS = {
     "experiment: rows": "owners.trial.Trial.observe",
     "experiment: its end": "owners.trial.Trial.close",
     "backward: rows": "layers.recurrent.rows_of",
-    "backward: a stream": "recording.watch.Ports.of",
-    "backward: a tape": "recording.tape.Tape.write",
-    "before the step: gradients": "recording.books.Books.observe",
-    "before the step: what is seen": "recording.recorder.Recorder._observe",
+    "backward: a stream": "recording.streams.Streams.of",
+    "backward: a page": "recording.pages.PageWriter.write",
+    "before the step: gradients": "recording.observer.StepObserver.observe",
+    "before the step: what is seen": "recording.step_recorder.StepRecorder.observe",
     "before the step: a spot check": "recording.spot_checks.SpotChecks.before_step",
-    "after the step: changes": "recording.books.Books.changes",
+    "after the step: changes": "recording.observer.StepObserver.finish",
     "after the step: a spot check": "recording.spot_checks.SpotChecks.after_step",
     "after the step: the watch": "recording.watch.Watch.end_step",
-    "writer: settling": "recording.settle.Settler.settle",
+    "writer: bookkeeping": "recording.bookkeeping.Bookkeeper.book",
     "writer: a block": "ledger.writer.LedgerWriter.append",
     "disk: a shard": "ledger.writer.write_tensors",
     "disk: the log": "ledger.writer.LedgerWriter._commit_rows",
     "disk: a description": "recording.recorder.describe_samples",
-    "checkpoint: weights": "recording.kept.snapshot",
+    "checkpoint: weights": "recording.snapshots.snapshot",
     "checkpoint: waiting": "recording.delivery.Delivery.wait",
     "the end": "recording.recorder.Recorder._finish",
-    "naming samples": "recording.passes.Batches.name",
+    "naming samples": "recording.watch.Batches.name",
 }
 
 
@@ -219,7 +219,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, recorder: Any, ids
 def test_a_failure_keeps_nothing_of_the_training_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inject(monkeypatch, "recording.tape.Tape.write", 2)
+    inject(monkeypatch, "recording.pages.PageWriter.write", 2)
     with pytest.warns(RecordingEndedWarning):
         _, recorder = train(tmp_path / "run")
     assert recorder is not None
@@ -304,7 +304,7 @@ def test_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(LedgerError, match=r"No space left on device; make room\."):
             dualform.record(model, sgd(model), tmp_path / "run").__enter__()
     with monkeypatch.context() as patch:
-        inject(patch, "recording.recorder.Books", 1)
+        inject(patch, "recording.step_recorder.StepObserver", 1)
         with pytest.raises(RecorderFailedError, match=r"cannot start: KeyError: 'a defect'"):
             dualform.record(model, sgd(model), tmp_path / "run").__enter__()
     with (
@@ -319,7 +319,7 @@ def test_a_failure_inside_a_closure(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An optimizer that calls the loop's closure does so as before, whatever comes of ours."""
-    inject(monkeypatch, "recording.books.Books.observe", 3)
+    inject(monkeypatch, "recording.observer.StepObserver.observe", 3)
     weights = []
     for path in (None, tmp_path / "run"):
         model = Net()

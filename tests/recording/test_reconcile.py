@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 import dualform
-from dualform.recording.books import FORGOTTEN
-from dualform.recording.settle import OUTSIDE, UNACCOUNTED
+from dualform.recording.bookkeeping import OUTSIDE, UNACCOUNTED
+from dualform.recording.observer import FORGOTTEN
 
 WIDTH = 200
 """More rows than a probe looks at."""

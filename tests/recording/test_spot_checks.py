@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 import dualform
-from dualform.recording.books import FORGOTTEN
-from dualform.recording.settle import OUTSIDE
+from dualform.recording.bookkeeping import OUTSIDE
+from dualform.recording.observer import FORGOTTEN
 from dualform.recording.spot_checks import EVERY, WITHIN, stepped_copy
 
 HEIGHT, WIDTH, PLACES = 300, 200, 40_000

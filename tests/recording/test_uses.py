@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dualform
-from dualform.errors import ModelMismatchError, RecordingError
+from dualform.errors import RecordingError
 
 
 def fit(
@@ -74,18 +74,6 @@ def test_going_on_with_an_optimizer(make: type, remembers: bool, tmp_path: Path)
     assert audit.step == 8
     assert audit.coverage == 1.0
     assert audit.remainder < 1e-12
-
-
-def test_a_run_of_format_1_is_only_read(tmp_path: Path) -> None:
-    old = dualform.open(Path(__file__).parents[1] / "ledger" / "format-1")
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2, bias=False))
-    model.load_state_dict(old.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
-    with (
-        pytest.raises(ModelMismatchError, match=r"it has format 1, which is only read"),
-        dualform.record(model, optimizer, old.path, resume=True),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])

@@ -20,8 +20,10 @@ from dualform.layers.use import (
     Seen,
     Site,
     Use,
+    is_single,
     named,
     place,
+    when_errors_come,
 )
 from dualform.layers.watching import (
     Hook,
@@ -29,14 +31,12 @@ from dualform.layers.watching import (
     arrangement,
     first_tensor,
     is_scripted,
-    is_single,
     packing_order,
     sample_major,
     shared_labels,
     stream_name,
     tensors_in,
     usual_axis,
-    when_errors_come,
 )
 
 KINDS: tuple[LayerKind, ...] = (

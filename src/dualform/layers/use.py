@@ -12,7 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from dualform.layers.computed import PARAMETRIZED, computed_weight, leaves
 from dualform.layers.extent import Block, extent
@@ -144,6 +146,32 @@ class Together:
     def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
         """Keys, and values where errors are given, use after use."""
         return (rows for use in self._uses for rows in use.rows(errors))
+
+
+def when_errors_come(
+    use: Seen, action: Callable[[Sequence[Tensor | None]], None]
+) -> RemovableHandle | None:
+    """Hangs an action on the graph, for when the errors of a use are known.
+
+    The hook is on the node, not on the tensor, which may yet be changed in place. A hook on several
+    outputs holds their graph, which holds the hook, so the handle is to be removed in the end.
+    """
+    outputs = use.outputs
+    use.let_go()
+    if len(outputs) == 1:
+        node = outputs[0].grad_fn
+        return None if node is None else node.register_prehook(action)
+    if all(out.grad_fn is None for out in outputs):
+        return None
+    return torch.autograd.graph.register_multi_grad_hook(outputs, action)
+
+
+def is_single(use: Seen) -> bool:
+    """Whether a matrix, or a convolution, is used on a single sample without a dimension for it."""
+    if not isinstance(use, Use) or use.output is None:
+        return False
+    first = next(iter(use.site.terms.values()))
+    return form_named(first.form).is_product and use.output.ndim == use.site.value_dims
 
 
 class Found(NamedTuple):

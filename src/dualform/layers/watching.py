@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -14,9 +14,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from dualform.layers.use import Finder, Function, LayerKind, Seen, Use
+from dualform.layers.use import Finder, Function, LayerKind, Seen
 from dualform.ledger.format import ROOT
-from dualform.memory.forms import form_named
 
 
 class Hook(partial[None]):
@@ -65,32 +64,6 @@ class Watching(TorchFunctionMode):
                 return func(*args, **kwargs)
         finally:
             self._find.axis = before
-
-
-def when_errors_come(
-    use: Seen, action: Callable[[Sequence[Tensor | None]], None]
-) -> RemovableHandle | None:
-    """Hangs an action on the graph, for when the errors of a use are known.
-
-    The hook is on the node, not on the tensor, which may yet be changed in place. A hook on several
-    outputs holds their graph, which holds the hook, so the handle is to be removed in the end.
-    """
-    outputs = use.outputs
-    use.let_go()
-    if len(outputs) == 1:
-        node = outputs[0].grad_fn
-        return None if node is None else node.register_prehook(action)
-    if all(out.grad_fn is None for out in outputs):
-        return None
-    return torch.autograd.graph.register_multi_grad_hook(outputs, action)
-
-
-def is_single(use: Seen) -> bool:
-    """Whether a matrix, or a convolution, is used on a single sample without a dimension for it."""
-    if not isinstance(use, Use) or use.output is None:
-        return False
-    first = next(iter(use.site.terms.values()))
-    return form_named(first.form).is_product and use.output.ndim == use.site.value_dims
 
 
 def is_scripted(module: nn.Module) -> bool:

@@ -13,6 +13,19 @@ from dualform.errors import SampleIdsError
 from dualform.ledger.samples import SampleId
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSamples:
+    """Whose samples the rows of a batch are, once rows have been written."""
+
+    number: int
+    size: int
+    ids: Tensor | Sequence[SampleId] | None
+    whole: BatchSamples | None = None
+    """The batch it is made of, where its samples are those of single rows."""
+    places: Tensor | None = None
+    """Then for each of them its place in the whole."""
+
+
 @dataclass(slots=True)
 class Batch:
     """One forward pass: whose samples its rows are. Without ids they are numbered in order."""
@@ -30,6 +43,14 @@ class Batch:
     """The batch it is made of, where its samples are those of single rows."""
     places: Tensor | None = None
     """Then for each of them its place in the whole."""
+    fixed: BatchSamples | None = None
+    """Whose samples its rows are, once some were written."""
+
+    def fix(self) -> BatchSamples:
+        """Rows are written: what they belong to changes no more."""
+        whole = None if self.whole is None else self.whole.fixed or self.whole.fix()
+        self.fixed = BatchSamples(self.number, self.size, self.ids, whole, self.places)
+        return self.fixed
 
     def begin(self, given: Iterator[Sequence[int]]) -> None:
         """Takes the size from the shapes of what the model is given, and holds the ids to it."""

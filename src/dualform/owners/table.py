@@ -54,7 +54,9 @@ class Owners:
         """How many parameters are trained, and up to which pass they are looked for."""
         self._draw = random.Random(0)
 
-    def begin(self, batch: Batch, inputs: Sequence[Tensor], dropped: set[str]) -> Trial | None:
+    def begin(
+        self, batch: Batch, inputs: Sequence[Tensor], dropped: frozenset[str]
+    ) -> Trial | None:
         """Makes the forward pass that now begins an experiment, where one is due."""
         if batch.size < 2:
             return None
@@ -66,7 +68,7 @@ class Owners:
             return None
         return Trial(batch, chosen, self._usual, self._passes)
 
-    def _is_due(self, dropped: set[str]) -> bool:
+    def _is_due(self, dropped: frozenset[str]) -> bool:
         if self._passes >= self._next:  # ever more seldom, and at no fixed times
             self._next += self._draw.randint(7 * self._next, 15 * self._next)
             return True

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dualform.recording.probe import Evidence
-from dualform.recording.steps import Step
+from dualform.recording.accounts import Evidence
+from dualform.recording.messages import Step
 
 SEVERAL = 3
 """A batch is short if others are so many times as large."""

@@ -1,75 +1,65 @@
-"""From the training thread to the run folder: parcels of steps, settled and written behind it."""
+"""From the training thread to the run folder: steps are checked and written behind the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import queue
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from dualform.errors import NonFiniteError
 from dualform.ledger import Background, LedgerWriter
-from dualform.recording.glance import Glance
-from dualform.recording.lane import Lane
-from dualform.recording.settle import Pages, Settler, Span, to_host
-from dualform.recording.steps import Step
-from dualform.recording.tape import Pool
+from dualform.recording.bookkeeping import Bookkeeper, to_host
+from dualform.recording.messages import Findings, Handover, Pages
+from dualform.recording.pages import PagePool
 
-PARCEL_BYTES = 32 << 20
-"""Parcels are large, so that the writer's thread seldom needs the interpreter.
+HANDOVER_BYTES = 32 << 20
+"""Hand-overs are large, so that the writer's thread seldom needs the interpreter.
 
-From an accelerator, where each operation is a call to it, a parcel is a whole shard.
+From an accelerator, where each operation is a call to it, a hand-over is a whole shard.
 """
 
 
-@dataclass
-class Parcel:
-    """What the training thread hands to the writer's."""
-
-    steps: list[Step]
-    pages: Pages
-    span: Span
-    step: int
-    flush: bool
-    weights: dict[str, Tensor] | None
-    mark: str
-    now: Glance
-    """The parameters, after whatever came after the last step."""
-    last: bool = False
-    """Whether recording ends with it."""
-    ready: torch.cuda.Event | None = None
-    """On a GPU, reached when all of it is computed."""
-
-
 class Delivery:
-    """Takes parcels; a thread of its own settles them and passes them on to the ledger."""
+    """Two queues between the training thread and the writer's: hand-overs there, findings back.
+
+    The training thread calls the public methods. The writer's thread runs `_deliver`, and owns the
+    bookkeeper.
+    """
 
     def __init__(
-        self, writer: LedgerWriter, settler: Settler, pool: Pool, parameters: Iterable[Tensor]
+        self,
+        writer: LedgerWriter,
+        bookkeeper: Bookkeeper,
+        pool: PagePool,
+        parameters: Iterable[Tensor],
     ) -> None:
-        self._writer, self._settler, self._pool = writer, settler, pool
-        self._lane = Lane(parameters)
-        self.unkept = 0
-        """The step whose weights were due last, where they were not the model's any more."""
+        self._writer, self._bookkeeper, self._pool = writer, bookkeeper, pool
+        self._beside = SideStream(parameters)
+        self._findings: queue.SimpleQueue[Findings] = queue.SimpleQueue()
         self._background = Background(self._deliver)
 
-    def parcel_bytes(self, shard: int) -> int:
-        """How large a parcel should be, for shards of this size."""
-        return shard if self._lane else min(PARCEL_BYTES, shard)
+    def handover_bytes(self, shard: int) -> int:
+        """How large a hand-over should be, for shards of this size."""
+        return shard if self._beside else min(HANDOVER_BYTES, shard)
 
-    def take(self, parcel: Parcel) -> None:
-        """Hands a parcel over; waits while too many do."""
-        parcel.ready = self._lane.mark()
-        self._background.put(parcel)
+    def send(self, handover: Handover) -> None:
+        """Hands steps over; waits while too many do."""
+        self._background.put(replace(handover, ready=self._beside.mark()))
 
-    def raise_error(self) -> None:
-        """Raises the error that delivery met, if it met one."""
+    def receive(self) -> list[Findings]:
+        """What the writer's thread has found since the last call; raises the error it met."""
         self._background.raise_error()
+        found = []
+        while not self._findings.empty():
+            found.append(self._findings.get())
+        return found
 
     def wait(self) -> None:
-        """Returns when everything taken is committed."""
+        """Returns when everything sent is committed."""
         self._background.wait()
         self._writer.flush()
 
@@ -78,36 +68,70 @@ class Delivery:
         self._background.close()
         self._writer.flush()
 
-    def _deliver(self, parcel: Parcel) -> None:
-        with self._lane.after(parcel.ready):
-            error = self._settle(parcel)
-            weights = {name: to_host(weight) for name, weight in (parcel.weights or {}).items()}
-        if parcel.flush:
+    def abandon(self) -> None:
+        """Gives the run free, whatever was written of it."""
+        self._writer.abandon()
+
+    @property
+    def committed(self) -> int:
+        """Up to which step the run is readable."""
+        return self._writer.committed
+
+    def _deliver(self, handover: Handover) -> None:
+        error = None
+        with self._beside.after(handover.ready):
+            if handover.steps:
+                block, error, findings = self._bookkeeper.book(handover)
+                self._findings.put(findings)
+                give_back = partial(self._give_back, handover.pages)
+                if self._beside:
+                    give_back()  # what will be written is a copy
+                if block is not None:
+                    block.written = None if self._beside else give_back
+                    self._writer.append(block)
+            weights = {name: to_host(weight) for name, weight in (handover.weights or {}).items()}
+        if handover.flush:
             self._writer.pass_on()
         if error is not None:
             self._writer.flush()
             raise error
-        if weights and parcel.step:
-            if self._settler.moved_on(parcel.now, parcel.span):
-                self.unkept = parcel.step
-            else:
-                self._writer.weights(parcel.step, weights, parcel.mark)
-                self.unkept = 0
-
-    def _settle(self, parcel: Parcel) -> NonFiniteError | None:
-        if not parcel.steps:
-            return None
-        block, error = self._settler.settle(
-            parcel.steps, parcel.pages, parcel.span, parcel.now, parcel.last
-        )
-        give_back = partial(self._give_back, parcel.pages)
-        if self._lane:
-            give_back()  # what will be written is a copy
-        if block is not None:
-            block.written = None if self._lane else give_back
-            self._writer.append(block)
-        return error
+        if weights and handover.step:
+            moved_on = self._bookkeeper.moved_on(handover.now, handover.span)
+            if not moved_on:
+                self._writer.weights(handover.step, weights, handover.mark)
+            self._findings.put(Findings(unkept=handover.step if moved_on else 0))
 
     def _give_back(self, pages: Pages) -> None:
-        for group in pages.values():
-            self._pool.give_back(group)
+        for _, written in pages:
+            self._pool.give_back(written)
+
+
+class SideStream:
+    """A CUDA stream for the writer's work, beside training's; on a CPU it does nothing."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        device = next((p.device for p in parameters if p.is_cuda), None)
+        self._stream: torch.cuda.Stream | None = None
+        if device is not None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __bool__(self) -> bool:
+        return self._stream is not None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Now, in training's stream: what is handed over is computed when it is reached."""
+        if self._stream is None:
+            return None
+        event: torch.cuda.Event = torch.cuda.current_stream(self._stream.device).record_event()
+        return event
+
+    @contextmanager
+    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Works in this stream, after the mark; when it ends, all of it is done."""
+        if self._stream is None or mark is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            yield
+            self._stream.synchronize()

@@ -14,7 +14,8 @@ from dualform.ledger import Book, Codec, Records, Stream, Term
 from dualform.memory.blocks import from_matrix, matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
-from dualform.recording.probe import Evidence, Feed, StreamRows
+from dualform.recording.accounts import Evidence, Feed
+from dualform.recording.pages import StreamRows
 
 
 @dataclass

@@ -30,6 +30,8 @@ from dualform.errors import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
+FORWARD, BACKWARD = "in the forward pass", "in the backward pass"
+BEFORE, AFTER = "before the optimizer's step", "after the optimizer's step"
 
 
 class Guard:
@@ -52,19 +54,30 @@ class Guard:
     ) -> R | None:
         """What the action returns; None where it failed, now or at an earlier stage."""
         if self.failure is not None:
-            if self.strict:
-                raise self.failure
+            self.after_failure()
             return None
         try:
             return action(*args, **kwargs)
         except Exception as error:
-            if is_mistake(error):
-                raise
-            self.failure = as_failure(stage, error)
-            if self.strict:
-                raise self.failure from error
-            _drop_frames(error)
+            self.caught(stage, error)
             return None
+
+    def caught(self, stage: str, error: Exception) -> None:
+        """What becomes of an error: a mistake is raised, a failure ends the recording.
+
+        Hooks that run often catch their errors themselves and call this.
+        """
+        if is_mistake(error):
+            raise error
+        self.failure = as_failure(stage, error)
+        if self.strict:
+            raise self.failure from error
+        _drop_frames(error)
+
+    def after_failure(self) -> None:
+        """What a hook does when the recording has ended: nothing, or raise again if `strict`."""
+        if self.failure is not None and self.strict:
+            raise self.failure
 
     def book(
         self, stage: str, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs
@@ -72,14 +85,6 @@ class Guard:
         """The same for bookkeeping, which is made in main memory whatever the default device is."""
         with _in_main_memory():
             return self.run(stage, action, *args, **kwargs)
-
-    def around(self, stage: str, action: Callable[P, R]) -> Callable[P, R | None]:
-        """The action as a hook that does nothing after a failure."""
-
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            return self.run(stage, action, *args, **kwargs)
-
-        return guarded
 
 
 def is_mistake(error: Exception) -> bool:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -30,6 +31,11 @@ class Plan:
 
     parameters: dict[str, nn.Parameter]
     books: tuple[Book, ...]
+
+    @cached_property
+    def columns(self) -> dict[str, int]:
+        """The number of each book."""
+        return {book.name: at for at, book in enumerate(self.books)}
 
 
 def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:

@@ -1,8 +1,8 @@
 """Reconciling: is each parameter what its rows and the optimizer's rule make of it?
 
-Probes and glances look at some elements of gradients and parameters. They do not see a row of a
+Probes and excerpts look at some elements of gradients and parameters. They do not see a row of a
 gradient that was masked elsewhere, a row of a weight that was set to zero, or a momentum that was
-cleared. So at each hand-over every book is followed from where its parcel began, through the
+cleared. So at each hand-over every book is followed from where it was at the last one, through the
 optimizer's steps, to where it must end, and held against the parameter itself.
 
 Where a rule's coefficients are numbers, `W r` goes through the same steps as `W`: one random vector
@@ -35,11 +35,12 @@ from dualform.optimizers import (
     StateRule,
     walk_back,
 )
-from dualform.recording.glance import ROUNDINGS
+from dualform.recording.accounts import MISMATCH, Evidence
+from dualform.recording.excerpts import ROUNDINGS
+from dualform.recording.messages import Step
+from dualform.recording.pages import StreamRows
 from dualform.recording.plan import Plan
-from dualform.recording.probe import Evidence, Look, StreamRows, probe_rows, shared_line
-from dualform.recording.steps import Step
-from dualform.recording.tally import MISMATCH, in_double
+from dualform.recording.probe import Look, in_double, probe_rows, shared_line
 
 FOLLOWED = 1024
 """So many elements of a book are followed under a rule without numbers, or one column of it."""
@@ -57,7 +58,7 @@ Where both is so, nothing is compared: a sign is that of a sum which a kernel ro
 
 
 class Course(NamedTuple):
-    """What a parcel's steps were to one book."""
+    """What the steps of a hand-over were to one book."""
 
     column: int
     states: list[int]

@@ -1,6 +1,6 @@
 """Spot checks: some steps are made twice, and whole weights are compared.
 
-Probes and glances look at a few elements in every step. A spot check looks at every element in a
+Probes and excerpts look at a few elements in every step. A spot check looks at every element in a
 few steps. Before such a step, the optimizer's own code steps copies of the parameters. After it
 each parameter must be equal to its copy: else something else changed it within the step. Before the
 next step it must still be so, and so must what the optimizer remembers of it: else something
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.optimizers import Rule, ScalarRule, StateRule
-from dualform.recording.books import FORGOTTEN
+from dualform.recording.bookkeeping import OUTSIDE
+from dualform.recording.observer import FORGOTTEN
 from dualform.recording.randomness import undisturbed
 from dualform.recording.reconcile import differs
-from dualform.recording.settle import OUTSIDE
 
 EVERY = 128
 """One step in so many is checked. The first ones are checked more often: 1, 2, 4, 8, 16 …"""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -17,8 +18,8 @@ from torch.optim import Optimizer
 from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
 from dualform.optimizers import Rule, StateRule
-from dualform.recording.kept import buffered, memories, snapshot
 from dualform.recording.plan import Plan, state_tensors
+from dualform.recording.snapshots import buffered, memories, snapshot
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Opened:
 
     writer: LedgerWriter
     samples: SampleTable
-    by_step: frozenset[str] = frozenset()
-    """Books that were already kept by step."""
+    by_step: Mapping[str, str] = field(default_factory=dict)
+    """Books that were already kept by step, and why."""
     streams: tuple[Declaration, ...] = ()
     """What is already declared."""
     named: bool = False
@@ -67,7 +68,7 @@ def resume_run(
     ledger = Ledger(path)  # as it reads now, without what was written beyond that step
     samples, strings = ledger.samples(), ledger.ids.by_rank.get(writer.rank, [])
     kind = (str if ledger.ids.strings else int) if len(samples) else None
-    by_step = frozenset(note["book"] for note in ledger.notes)
+    by_step = {note["book"]: note["reason"] for note in reversed(ledger.notes)}
     counted = int(samples.max()) + 1 if len(samples) else 0
     table = SampleTable(strings, kind, writer.rank, writer.of, counted)
     named = bool(ledger.ids.strings) or not torch.equal(samples, torch.arange(len(samples)))

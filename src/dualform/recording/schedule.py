@@ -9,18 +9,18 @@ WITNESS = 8
 """Weights are kept with a shard when that adds at most an eighth to what was written."""
 
 
-class Pace:
+class Schedule:
     """Counts what has come together since steps were last handed over.
 
-    >>> pace = Pace(parcel_bytes=100, shard_bytes=250)
-    >>> pace.after_step(60, must_keep=False), pace.due
+    >>> schedule = Schedule(handover_bytes=100, shard_bytes=250)
+    >>> schedule.after_step(60, must_keep=False), schedule.due
     (None, None)
-    >>> pace.after_step(120, must_keep=False), pace.due
+    >>> schedule.after_step(120, must_keep=False), schedule.due
     (None, (False, ''))
     """
 
-    def __init__(self, parcel_bytes: int, shard_bytes: int) -> None:
-        self._parcel_bytes, self._shard_bytes = parcel_bytes, shard_bytes
+    def __init__(self, handover_bytes: int, shard_bytes: int) -> None:
+        self._handover_bytes, self._shard_bytes = handover_bytes, shard_bytes
         self.due: tuple[bool, str] | None = None
         """How the steps so far are to be handed over: whether as a shard, and its mark."""
         self._shard = self._unwitnessed = 0
@@ -31,7 +31,7 @@ class Pace:
         late = time.monotonic() - self._flushed > FLUSH_SECONDS
         if must_keep:
             self.due = (True, "state")
-        elif late or size >= self._parcel_bytes:
+        elif late or size >= self._handover_bytes:
             self.due = (late or self._shard + size >= self._shard_bytes, "")
 
     def hand_over(self, size: int, flush: bool, marked: bool, weight_bytes: int) -> bool:

@@ -39,7 +39,7 @@ class OtherOptimizers:
         self._ours, self._noticed = optimizer, noticed
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._parameters = parameters
-        self.known: set[str] = set()
+        self._told: set[str] = set()
         """Parameters that need not be told of again."""
         self._own_steps = 0
         self._inside = False
@@ -64,7 +64,7 @@ class OtherOptimizers:
                 for parameter in group["params"]
                 if (name := self._names.get(id(parameter))) is not None
             }
-            before = {n: self._parameters[n].detach().clone() for n in names - self.known}
+            before = {n: self._parameters[n].detach().clone() for n in names - self._told}
             self._before = (self._own_steps, before)
 
     def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -78,4 +78,5 @@ class OtherOptimizers:
                 if not torch.equal(old, self._parameters[name].detach())
             }
             if changed and own_steps == self._own_steps:
+                self._told |= changed.keys()
                 self._noticed(optimizer, changed)

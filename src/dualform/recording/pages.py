@@ -1,4 +1,4 @@
-"""Tapes: where backward passes write a layer's inputs and errors.
+"""Pages: where backward passes write a layer's inputs and errors.
 
 A row is copied at the one moment when both are certain: the error has just arrived, and autograd
 still guards the input against changes. The copies go into pages that are used again and again, so
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from dualform.owners import Batch
+from dualform.layers import Site, sample_major
+from dualform.owners import BatchSamples
 
 PAGE_BYTES = 4 << 20
 PAGE_SLOTS = 256
@@ -33,12 +35,15 @@ def calls_are_dear(tensor: Tensor) -> bool:
 
 
 class Page:
-    """Slots of one form, and for each that is filled the step and the batch it belongs to."""
+    """Slots of one form, and for each that is filled the step and the samples it belongs to.
+
+    The training thread fills it. Once it is handed over, nobody changes it until it is given back.
+    """
 
     def __init__(self, x: Tensor, error: Tensor, order: Order) -> None:
         self.form = (x.shape, error.shape, x.dtype, error.dtype, order)
         self.slot_bytes = x.nbytes + error.nbytes
-        self.marks: list[tuple[int, Batch]] = []
+        self.marks: list[tuple[int, BatchSamples]] = []
         self.shared: list[Tensor] = []
         """The matrix of each slot, in streams whose rows share one; else none."""
         self._make(x, error)
@@ -67,6 +72,9 @@ class Page:
         if not self.shared:
             return None
         return torch.stack([self.shared[at].flatten() for at in chosen])
+
+    def release(self) -> None:
+        """Its rows are written; they need no memory any more."""
 
     def clear(self) -> None:
         """Makes all slots free."""
@@ -97,6 +105,10 @@ class HeldPage(Page):
         )
         return keys, values
 
+    def release(self) -> None:
+        """Lets go of all it holds, at once: memory on a GPU is dear."""
+        self.clear()
+
     def clear(self) -> None:
         """Lets go of all it holds."""
         super().clear()
@@ -109,43 +121,51 @@ def _lean(x: Tensor) -> Tensor:
     return x.clone() if small else x.detach()
 
 
-class Pool:
-    """Pages that wait to be used again."""
+class PagePool:
+    """Pages that wait to be used again.
+
+    The training thread takes pages. Whoever has written their rows gives them back, on a thread of
+    its own: `_returned` is a deque, which any thread may append to.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[Form, deque[Page]] = {}
+        self._free: dict[Form, list[Page]] = {}
+        self._returned: deque[Page] = deque()
 
     def take(self, x: Tensor, error: Tensor, order: Order) -> Page:
         """A page whose slots fit."""
-        form = (x.shape, error.shape, x.dtype, error.dtype, order)
-        free = self._free.setdefault(form, deque())
+        while self._returned:
+            page = self._returned.popleft()
+            page.clear()
+            self._free.setdefault(page.form, []).append(page)
+        free = self._free.get((x.shape, error.shape, x.dtype, error.dtype, order))
         if free:
             return free.pop()  # the one last used: still in cache
         return (HeldPage if calls_are_dear(error) else Page)(x, error, order)
 
     def give_back(self, pages: Sequence[Page]) -> None:
-        """Takes pages whose rows are written (from the writer's thread, too)."""
+        """Takes pages whose rows are written, from any thread."""
         for page in pages:
-            page.clear()
-            self._free[page.form].append(page)
+            page.release()
+            self._returned.append(page)
 
     def forget(self) -> None:
         """Frees the memory of pages that wait."""
-        for free in self._free.values():
-            free.clear()
+        self._returned.clear()
+        self._free.clear()
 
 
-class Tape:
-    """The pages one layer's rows are written to."""
+class PageWriter:
+    """Writes the rows of one stream to pages, slot by slot."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.pages: list[Page] = []
 
     def write(
         self,
         step: int,
-        batch: Batch,
+        samples: BatchSamples,
         x: Tensor,
         error: Tensor,
         order: Order,
@@ -155,12 +175,13 @@ class Tape:
 
         A matrix that its rows share was made for them, and is held as it is.
         """
-        page = self.pages[-1] if self.pages else self._turn(x, error, order)
+        page = self.pages[-1] if self.pages else None
         form = (x.shape, error.shape, x.dtype, error.dtype, order)
-        if len(page.marks) == page.slots or page.form != form:
-            page = self._turn(x, error, order)
+        if page is None or len(page.marks) == page.slots or page.form != form:
+            page = self._pool.take(x, error, order)
+            self.pages.append(page)
         page.put(x, error)
-        page.marks.append((step, batch))
+        page.marks.append((step, samples))
         if shared is None:
             return page.slot_bytes
         page.shared.append(shared)
@@ -171,6 +192,58 @@ class Tape:
         pages, self.pages = self.pages, []
         return pages
 
-    def _turn(self, x: Tensor, error: Tensor, order: Order) -> Page:
-        self.pages.append(self._pool.take(x, error, order))
-        return self.pages[-1]
+
+@dataclass(frozen=True)
+class StreamRows:
+    """The records of one stream over some steps, sample by sample."""
+
+    keys: Tensor
+    values: Tensor
+    segments: Tensor
+    """(segments, 3): index of the step, batch number, records of each sample."""
+    counts: Tensor
+    """(segments,): records."""
+    shared: Tensor | None = None
+    """(segments, height × width): the matrix that a segment's rows share, where they do."""
+
+    @property
+    def at(self) -> Tensor:
+        """(records,): the index of each record's step."""
+        return self.segments[:, 0].repeat_interleave(self.counts)
+
+    def keep(self, segments: Tensor) -> StreamRows:
+        """Only the segments where the mask is true."""
+        rows = segments.repeat_interleave(self.counts).to(self.keys.device)
+        shared = None if self.shared is None else self.shared[segments.to(self.shared.device)]
+        table, counts = self.segments[segments], self.counts[segments]
+        return StreamRows(self.keys[rows], self.values[rows], table, counts, shared)
+
+    def by_segment(self) -> Iterator[StreamRows]:
+        """The records of each segment by themselves, of which all have the same number."""
+        count = max(1, len(self.counts))
+        size = len(self.keys) // count
+        for at in range(len(self.counts)):
+            rows, own = slice(at * size, (at + 1) * size), slice(at, at + 1)
+            shared = None if self.shared is None else self.shared[own]
+            table, counts = self.segments[own], self.counts[own]
+            yield StreamRows(self.keys[rows], self.values[rows], table, counts, shared)
+
+
+def rows_by_sample(site: Site, page: Page, first: int, last: int) -> StreamRows | None:
+    """A page's slots of steps `first` to `last` as records; None where it has none."""
+    chosen = [
+        (at, step - first, samples)
+        for at, (step, samples) in enumerate(page.marks)
+        if first <= step <= last
+    ]
+    if not chosen:
+        return None
+    samples, stretch = page.form[4]
+    slots = [at for at, _, _ in chosen]
+    keys, values = page.rows(slots)
+    keys = sample_major(keys, samples, stretch, site.key_dims)
+    values = sample_major(values, samples, stretch, site.value_dims)
+    count = len(keys) // len(chosen)
+    table = [(step, batch.number, count // samples) for _, step, batch in chosen]
+    counts = torch.full((len(chosen),), count)
+    return StreamRows(keys, values, torch.tensor(table), counts, page.matrices(slots))

@@ -12,7 +12,7 @@ from dualform.optimizers import BY_ROW, Rule, StateRule
 from dualform.recording.plan import Plan, state_tensors
 
 
-class Keeper:
+class Snapshots:
     """Copies the weights, with what the optimizer remembers where its rule needs that."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule) -> None:

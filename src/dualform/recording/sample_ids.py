@@ -18,12 +18,12 @@ from dualform.ledger.samples import described_ids, plain
 CURE = "call recorder.samples(ids) before every forward pass that trains"
 
 
-class Naming:
+class SampleIds:
     """What a run's samples are called so far; refuses what would mix ids and numbers.
 
-    >>> naming = Naming()
-    >>> naming.number()  # a step without ids
-    >>> naming.name([0, 1])
+    >>> known = SampleIds()
+    >>> known.number()  # a step without ids
+    >>> known.name([0, 1])
     Traceback (most recent call last):
     dualform.errors.SampleIdsError: recorder.samples got ids [0, 1], but an earlier step had ...
     """

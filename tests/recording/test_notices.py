@@ -14,7 +14,7 @@ from torch.optim import LBFGS, SGD, Adam
 
 import dualform
 from dualform.errors import CoverageWarning, RecordingWarning
-from dualform.recording.advice import Advice
+from dualform.recording.notices import Notices
 from dualform.recording.plan import Plan
 
 
@@ -173,8 +173,8 @@ def test_what_is_only_rounding_is_not_worth_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_remark_is_made_once() -> None:
-    advice = Advice(Plan({}, ()), "SGD", list, harmless="")
-    advice.remark("look here")
+    notices = Notices(Plan({}, ()), "SGD", list, harmless="")
+    notices.remark("look here")
     for expected in (["RecordingWarning: look here"], []):
-        assert warned(lambda: advice.give()) == expected
+        assert warned(lambda: notices.give()) == expected
     assert issubclass(RecordingWarning, dualform.DualformWarning)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from dualform.layers import Hook, is_scripted
 
 
-class Saving:
+class SaveDetector:
     """Calls `mark` when model and optimizer have both been asked for their states in one step.
 
     One of them alone is asked for other reasons: averages of weights, a look at the learning rate.
@@ -27,8 +27,8 @@ class Saving:
     >>> import torch
     >>> model = nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> saving = Saving(model, optimizer, lambda: print("marked"))
-    >>> state = model.state_dict(); saving.end_step(); state = optimizer.state_dict()
+    >>> saving = SaveDetector(model, optimizer, lambda: print("marked"))
+    >>> state = model.state_dict(); optimizer.step(); state = optimizer.state_dict()
     >>> state = model.state_dict()
     marked
     >>> saving.close()
@@ -39,7 +39,8 @@ class Saving:
         self._asked: set[str] = set()
         self._thread = threading.get_ident()
         self._handles: list[RemovableHandle] = [
-            optimizer.register_state_dict_pre_hook(partial(self._ask, "optimizer"))
+            optimizer.register_state_dict_pre_hook(partial(self._ask, "optimizer")),
+            optimizer.register_step_post_hook(self._end_step),
         ]
         if not is_scripted(
             model
@@ -47,7 +48,7 @@ class Saving:
             ask = Hook(self._ask_model)
             self._handles.append(model.register_state_dict_pre_hook(ask))  # type: ignore[no-untyped-call]
 
-    def end_step(self) -> None:
+    def _end_step(self, *_: object) -> None:
         """The optimizer has stepped: what was asked before is out of date."""
         self._asked.clear()
 

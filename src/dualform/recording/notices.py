@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from dualform.errors import CoverageWarning, RecordingWarning
+from dualform.recording.book_states import Note
 from dualform.recording.plan import Plan
 
 NAMED = 4
 """So many parameters are named for each reason."""
 
 
-class Advice:
-    """Collects what is worth a warning, and gives it from the training loop's own thread.
+class Notices:
+    """Collects what is worth a warning, and gives it; belongs to the training thread.
 
     `optimizer` is the name of the recorded one, `trained` says which parameters it may change, and
     `harmless` is the reason for which a book may be kept by step without a word.
@@ -30,19 +30,24 @@ class Advice:
         """Since which step each book is kept by step, and why."""
         self._told: set[str] = set()
         self._remarks: list[str] = []
-        self.lost([{"book": b.name, "step": 1, "reason": b.reason} for b in plan.books if b.reason])
+        self.waiting = False
+        """Whether something was taken down since the last warning."""
+        self.lost([Note(1, book.name, book.reason) for book in plan.books if book.reason])
 
-    def lost(self, notes: Iterable[Mapping[str, Any]]) -> None:
-        """Takes down books that are kept by step from now on; from the writer's thread, too."""
+    def lost(self, notes: Iterable[Note]) -> None:
+        """Takes down books that are kept by step from now on."""
         for note in notes:
-            self._by_step.setdefault(note["book"], (note["step"], note["reason"]))
+            self._by_step.setdefault(note.book, (note.step, note.reason))
+            self.waiting = True
 
     def remark(self, text: str) -> None:
-        """Takes down anything else; from the writer's thread, too."""
+        """Takes down anything else."""
         self._remarks.append(text)
+        self.waiting = True
 
     def give(self, at_the_end: bool = False) -> None:
         """Warns: of coverage when it first falls, and at the end where it has fallen further."""
+        self.waiting = False
         remarks, self._remarks = self._remarks, []
         for text in remarks:
             warnings.warn(text, RecordingWarning, stacklevel=4)
@@ -50,7 +55,7 @@ class Advice:
             return
         lost = {
             name: found
-            for name, found in list(self._by_step.items())
+            for name, found in self._by_step.items()
             if name not in self._told and found[1] != self._harmless
         }
         if lost:

@@ -1,0 +1,331 @@
+"""Accounts: what the rows of some steps say about the gradients that these steps used.
+
+An account is the books that share streams. They are checked together: usually a weight and its
+bias. Their rows and their gradients are probed alike (`probe.py`), and one number, the step's
+*factor*, must lead from the ones to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dualform.errors import NonFiniteError
+from dualform.ledger import Stream, Term
+from dualform.optimizers import BY_ROW
+from dualform.recording.messages import Pages, Step
+from dualform.recording.pages import StreamRows, rows_by_sample
+from dualform.recording.probe import Look, in_double, probe_rows
+from dualform.recording.streams import OpenStream
+
+NOISE = 16.0
+"""How many roundings of its terms a gradient must exceed to be more than rounding."""
+MISMATCH = 1000.0
+"""How many roundings of their terms two probes may differ by."""
+UNSCALED = 32.0
+"""How many roundings a factor may differ from 1 and still be 1."""
+
+
+class Part(NamedTuple):
+    """What some records say of one book, segment by segment."""
+
+    columns: slice
+    """Which numbers of its account are the book's."""
+    at: Tensor
+    """(segments,): the index of each segment's step."""
+    probe: Tensor
+    """(segments, numbers)."""
+    size: Tensor
+    """(segments,): the size of the probe's terms."""
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The rows that one stream gives to the books of an account."""
+
+    stream: Stream
+    terms: dict[str, Term]
+    pieces: list[StreamRows]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the rows of one account say its gradients were, step by step.
+
+    An account is the books that share streams, checked together: usually a weight and its bias.
+    """
+
+    feeds: list[Feed]
+    looks: dict[str, tuple[Look, slice]]
+    """For each book, how it was probed, and which of the numbers are its probe."""
+    u: Tensor
+    """(steps, numbers): the probes of the gradients that were used, flat."""
+    active: Tensor
+    """(steps, numbers): whether the step changed the number's book by row."""
+
+    @property
+    def pieces(self) -> list[tuple[Feed, StreamRows]]:
+        """All rows, with the stream they come from."""
+        return [(feed, rows) for feed in self.feeds for rows in feed.pieces]
+
+    @cached_property
+    def touched(self) -> Tensor:
+        """(steps,): whether the step changed the account at all."""
+        return self.active.any(1)
+
+    def parts(self) -> list[Part]:
+        """What the rows say of each book."""
+        return [
+            Part(columns, rows.segments[:, 0], *probe_rows(feed.stream, term, rows, look))
+            for feed, rows in self.pieces
+            for book, term in feed.terms.items()
+            for look, columns in [self.looks[book]]
+        ]
+
+    @property
+    def rounding(self) -> float:
+        """The relative rounding of the coarsest numbers involved."""
+        dtypes = [rows.values.dtype for _, rows in self.pieces] or [torch.float32]
+        coarse = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return coarse if coarse < 1e-4 else coarse / 250  # 16-bit rows are summed in 32 bits
+
+    def noise(self, factor: Tensor) -> set[str]:
+        """Books in which a gradient is zero but for rounding, though errors came in.
+
+        Such are offsets that what follows takes out again: a bias before a batch normalization,
+        or of attention's keys. An optimizer that divides by the gradient's size magnifies it.
+        """
+        found = set()
+        for name, (look, columns) in self.looks.items():
+            if look.vectors is None:
+                size = torch.zeros_like(self.u[:, columns])
+                for feed, rows in self.pieces:
+                    if name in feed.terms:
+                        plain = replace(rows, values=rows.values.abs(), keys=rows.keys.abs())
+                        probe, _ = probe_rows(feed.stream, feed.terms[name], plain, look)
+                        size.index_add_(0, rows.segments[:, 0], probe.to(size))
+                reach = size * factor.abs()[:, None]
+                small = self.u[:, columns].abs() <= NOISE * self.rounding * reach
+                if bool((small & (size > 0)).any()):
+                    found.add(name)
+        return found
+
+    def from_batch(self, at: int, first: int) -> Evidence:
+        """The same without the batches of step `at` that came before `first`."""
+        return self._keep(lambda table: (table[:, 0] != at) | (table[:, 1] >= first))
+
+    def of_touched(self) -> Evidence:
+        """The same without the rows of steps that left the account alone."""
+        if bool(self.touched.all()):
+            return self
+        return self._keep(lambda table: self.touched[table[:, 0]])
+
+    def _keep(self, chosen: Callable[[Tensor], Tensor]) -> Evidence:
+        """Only the segments that are chosen."""
+        feeds = [
+            replace(feed, pieces=[rows.keep(chosen(rows.segments)) for rows in feed.pieces])
+            for feed in self.feeds
+        ]
+        return replace(self, feeds=feeds)
+
+    def batches(self, at: int) -> list[int]:
+        """The batches that left rows in step `at`, in order."""
+        tables = [rows.segments for _, rows in self.pieces]
+        return sorted({int(n) for table in tables for n in table[table[:, 0] == at][:, 1]})
+
+
+def gather_evidence(
+    columns: Mapping[str, int], steps: Sequence[Step], pages: Pages, probes: Mapping[str, Tensor]
+) -> list[Evidence]:
+    """What the rows of each account say about these steps, and the first so many probes.
+
+    `columns` has the column of each book in a step's states.
+    """
+    states = torch.tensor([step.states for step in steps])
+    first, last = steps[0].number, steps[-1].number
+    looks = looks_of(steps)
+    evidence = []
+    for books, members in accounts_of([opened for opened, _ in pages]):
+        probed: dict[str, tuple[Look, slice]] = {}
+        start = 0
+        for name in sorted(books & looks.keys()):
+            stop = start + looks[name].numbers
+            probed[name] = (looks[name], slice(start, stop))
+            start = stop
+        if not probed:
+            continue
+        feeds = []
+        for opened, written in (pages[at] for at in members):
+            terms = {book: term for book, term in opened.terms.items() if book in probed}
+            laid = (rows_by_sample(opened.site, page, first, last) for page in written)
+            feeds.append(Feed(opened.stream, terms, [rows for rows in laid if rows is not None]))
+        active = [
+            (states[:, columns[name]] == BY_ROW)[:, None].expand(-1, look.numbers)
+            for name, (look, _) in probed.items()
+        ]
+        u = torch.cat([probes[name] for name in probed], 1)[: len(states)]
+        evidence.append(Evidence(feeds, probed, u, torch.cat(active, 1)))
+    return evidence
+
+
+def accounts_of(streams: Sequence[OpenStream]) -> list[tuple[set[str], list[int]]]:
+    """Books that share streams, with the numbers of these streams."""
+    groups: list[tuple[set[str], list[int]]] = []
+    for index, opened in enumerate(streams):
+        books, members = set(opened.terms), [index]
+        for group in [group for group in groups if group[0] & books]:
+            groups.remove(group)
+            books, members = group[0] | books, group[1] + members
+        groups.append((books, members))
+    return groups
+
+
+def looks_of(steps: Sequence[Step]) -> dict[str, Look]:
+    """How each book was probed."""
+    return {name: look for step in steps for name, look in step.looks.items()}
+
+
+def probes_of(steps: Sequence[Step]) -> dict[str, Tensor]:
+    """(steps, numbers) for each book, in main memory; zero where a step did not touch it."""
+    looks = looks_of(steps)
+    probes = {
+        name: torch.zeros(len(steps), look.numbers, dtype=torch.float64)
+        for name, look in looks.items()
+    }
+    for names in dict.fromkeys(step.probe[0] for step in steps if step.probe is not None):
+        taken = [p[1] if (p := step.probe) and p[0] == names else None for step in steps]
+        where = torch.tensor([kept is not None for kept in taken])
+        kept = torch.stack([kept for kept in taken if kept is not None])
+        parts = torch.split(kept, [looks[name].kept for name in names], 1)
+        found = [looks[name].probes(part) for name, part in zip(names, parts, strict=True)]
+        for name, probe in zip(names, in_double(found), strict=True):
+            probes[name][where] = probe
+    return probes
+
+
+def finite_steps(
+    steps: Sequence[Step], probes: Mapping[str, Tensor]
+) -> tuple[Sequence[Step], NonFiniteError | None]:
+    """The steps up to the first whose gradient, or observed change, is not finite."""
+    every = [step.number for step in steps]
+    signals = [(book, every, probe.isfinite().all(1)) for book, probe in probes.items()]
+    for book in dict.fromkeys(name for step in steps for name in step.changes):
+        changed = [step for step in steps if book in step.changes]
+        sums = torch.stack([step.changes[book].sum() for step in changed])
+        signals.append((book, [step.number for step in changed], sums.isfinite()))
+    error = None
+    for book, numbers, finite in signals:
+        if not finite.all():
+            bad = numbers[int(torch.nonzero(~finite)[0])]
+            if error is None or bad < error.step:
+                error = NonFiniteError.at(book, bad)
+    return [step for step in steps if error is None or step.number < error.step], error
+
+
+@dataclass(frozen=True)
+class Tally:
+    """The probes of some accounts: those of the gradients, u, and those of the rows, w."""
+
+    u: list[Tensor]
+    """For each account (steps, numbers)."""
+    w: list[Tensor]
+    size: Tensor
+    """(steps, accounts): how large the terms of w are."""
+    touched: Tensor
+    """(steps, accounts): whether the step changed the account at all."""
+    rounding: Tensor
+    """(accounts,): relative."""
+
+    @classmethod
+    def of(cls, accounts: Sequence[Evidence]) -> Tally:
+        """Probes the rows of all accounts, and brings what they say into main memory at once."""
+        parts = [account.parts() for account in accounts]
+        said = iter(
+            in_double([t for group in parts for part in group for t in (part.probe, part.size)])
+        )
+        ws, sizes = [], []
+        for account, group in zip(accounts, parts, strict=True):
+            w, size = torch.zeros_like(account.u), account.u.new_zeros(len(account.u))
+            for part in group:
+                w[:, part.columns].index_add_(0, part.at, next(said))
+                counts = account.active[part.at, part.columns.start]
+                size.index_add_(0, part.at, next(said) * counts)
+            ws.append(torch.where(account.active, w, 0.0))
+            sizes.append(size)
+        return cls(
+            [account.u for account in accounts],
+            ws,
+            torch.stack(sizes, 1),
+            torch.stack([account.touched for account in accounts], 1),
+            torch.tensor([account.rounding for account in accounts], dtype=torch.float64),
+        )
+
+    @cached_property
+    def products(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(steps, accounts) each: u·w, w·w and the length of u."""
+        pairs = list(zip(self.u, self.w, strict=True))
+        return (
+            torch.stack([(u * w).sum(1) for u, w in pairs], 1),
+            torch.stack([w.square().sum(1) for w in self.w], 1),
+            torch.stack([torch.linalg.vector_norm(u, dim=1) for u in self.u], 1),
+        )
+
+    def agrees(self, factor: Tensor) -> Tensor:
+        """(steps, accounts): whether `u = κ w` to within rounding, with κ (steps, accounts)."""
+        each = zip(self.u, self.w, factor.unbind(1), strict=True)
+        gaps = [torch.linalg.vector_norm(u - k[:, None] * w, dim=1) for u, w, k in each]
+        reach = self.size * factor.abs() + self.products[2]
+        return (torch.stack(gaps, 1) <= MISMATCH * self.rounding * reach) | ~self.touched
+
+    def own_factor(self) -> Tensor:
+        """(steps, accounts): the κ that fits each account best."""
+        return _ratio(*self.products[:2])
+
+    def shared_factor(self) -> Tensor:
+        """(steps,): the least-squares κ over all accounts, each weighted by how well it knows."""
+        known = self.touched & (self.size > 0)
+        weight = torch.where(known, (self.rounding * self.size) ** -2, 0.0)
+        above, below = ((weight * product).sum(1) for product in self.products[:2])
+        factor = _ratio(above, below)
+        doubt = UNSCALED / below.clamp_min(1e-300).sqrt()
+        return torch.where((factor - 1).abs() <= doubt, 1.0, factor)
+
+
+def find_factors(evidence: Sequence[Evidence]) -> tuple[list[Evidence], Tensor, Tensor]:
+    """Finds κ for each step and account: evidence, factors and agreement (steps, accounts).
+
+    One κ for all accounts where it fits (clipping by global norm, loss scales), because together
+    they determine it best; each account its own where not. An account that agrees with neither
+    is tried without its earlier backward passes: `zero_grad` may have thrown those away.
+    """
+    tally = Tally.of(evidence)
+    shared = tally.shared_factor()[:, None].expand_as(tally.size)
+    fits, own = tally.agrees(shared), tally.own_factor()
+    factors, agreed = torch.where(fits, shared, own), fits | tally.agrees(own)
+    chosen = list(evidence)
+    for at, account in torch.nonzero(~agreed).tolist():
+        chosen[account], factors[at, account], agreed[at, account] = _without_discarded(
+            chosen[account], at, factors[at, account]
+        )
+    factors = torch.where(agreed & tally.touched, factors, 0.0)
+    return [account.of_touched() for account in chosen], factors, agreed
+
+
+def _without_discarded(account: Evidence, at: int, factor: Tensor) -> tuple[Evidence, Tensor, bool]:
+    for first in account.batches(at)[1:]:
+        trial = account.from_batch(at, first)
+        tally = Tally.of([trial])
+        own = tally.own_factor()
+        if bool(tally.agrees(own)[at, 0]):
+            return trial, own[at, 0], True
+    unexplained = account.from_batch(at, 2**62)  # rows that explain nothing are not kept
+    return unexplained, factor, False
+
+
+def _ratio(above: Tensor, below: Tensor) -> Tensor:
+    return torch.where(below > 0, above / below.clamp_min(1e-300), 1.0)

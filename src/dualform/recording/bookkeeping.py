@@ -1,0 +1,315 @@
+"""Bookkeeping: steps and pages become rows for the ledger, checked against the gradients."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from dualform.errors import NonFiniteError
+from dualform.ledger import Block, Codec, Declaration, SampleTable
+from dualform.ledger.ids import encode_ids
+from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED
+from dualform.owners import BatchSamples
+from dualform.recording.accounts import (
+    Evidence,
+    accounts_of,
+    find_factors,
+    finite_steps,
+    gather_evidence,
+    probes_of,
+)
+from dualform.recording.batch_sizes import BatchSizes
+from dualform.recording.book_states import Event, Note
+from dualform.recording.entries import Entries
+from dualform.recording.excerpts import Excerpt, differing
+from dualform.recording.messages import Findings, Handover, Pages, Span, Step
+from dualform.recording.plan import Plan
+from dualform.recording.reconcile import Reconciler, unlike
+from dualform.recording.streams import OpenStream
+
+Arrays: TypeAlias = dict[str, list[Tensor]]
+"""What a block holds: for each name, parts of one array."""
+NOISY = "some of its gradients are zero but for rounding, which the optimizer magnifies"
+UNEXPLAINED = "its gradient is not the sum of the rows that were seen"
+OUTSIDE = "something other than the optimizer changed it between steps, or what shares its rows"
+UNACCOUNTED = (
+    "its rows lead to another weight: something else changed it, its gradient or what the "
+    "optimizer remembers of it, or the same of what shares its rows"
+)
+
+
+class Bookkeeper:
+    """Turns what is handed over into blocks; belongs to the writer's thread.
+
+    It finds books that can no longer be kept by row. The training thread learns of it from the
+    findings, and keeps them by step from its next step on. What such books still do by row until
+    then is booked as one change.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        samples: SampleNumbers,
+        codec: type[Codec],
+        reconciler: Reconciler,
+        now: Excerpt,
+    ) -> None:
+        self._plan, self._codec, self._reconciler = plan, codec, reconciler
+        self._samples, self._batch_sizes = samples, BatchSizes()
+        self._last = now
+        """The parameters after the last step of the last hand-over, or after what followed it."""
+        self._declared: dict[str, Codec] = {}
+        """The streams that were declared, each with the codec that keeps its rows."""
+        self._broken: set[str] = set()
+        """Books that were found to be kept by row no longer."""
+        self._observed: set[str] = set()
+        """Books that the last step kept by step, and with it all that came after."""
+
+    def book(self, handover: Handover) -> tuple[Block | None, NonFiniteError | None, Findings]:
+        """The block of some steps, up to the first whose gradient is not finite."""
+        probes = probes_of(handover.steps)
+        steps, error = finite_steps(handover.steps, probes)
+        if not steps:
+            return None, error, Findings()
+        columns, span = self._plan.columns, handover.span
+        remarks: tuple[str, ...] = ()
+        streams = [opened for opened, _ in handover.pages]
+        accounts = [books for books, _ in accounts_of(streams)]
+        entries = Entries(self._codec, steps[0].number, {b.name: b for b in self._plan.books})
+        factors = torch.zeros(len(steps), len(columns), dtype=torch.float64)
+        events = self._changed_between(steps, handover, accounts)
+        events += self._edited(steps, span, accounts)
+        gathered = gather_evidence(columns, steps, handover.pages, probes)
+        if error is None:
+            events += self._changed_without_rows(steps, span, accounts)
+        if gathered:
+            evidence, found, agreed = find_factors(gathered)
+            events += self._refuted(steps, evidence, agreed, handover.refused)
+            if error is None:
+                events += self._unaccounted(steps, evidence, found, handover, accounts)
+            remark = self._batch_sizes.remark(steps, evidence, found)
+            remarks = (remark,) if remark else ()
+            for at, account in enumerate(evidence):
+                books = list(account.looks)
+                if self._broken.isdisjoint(books) or error is not None:
+                    factors[:, [columns[book] for book in books]] = found[:, at, None]
+                else:
+                    events += self._break(dict.fromkeys(books, steps[0].number), UNEXPLAINED)
+                    evidence[at] = replace(account, feeds=[])
+                entries.add(evidence[at])
+        kept = {**entries.arrays, **entries.residual_arrays()}
+        arrays = {name: [to_host(part) for part in parts] for name, parts in kept.items()}
+        self._observed = {name for name, at in columns.items() if steps[-1].states[at] == OBSERVED}
+        broken = self._broken & span.before.keys()
+        if broken and error is None:
+            steps = self._book_as_changes(broken, steps, span)
+        arrays |= self._samples.arrays(handover.pages, arrays)
+        arrays |= _step_arrays(steps, factors)
+        notes = [*(n for step in steps for n in step.notes), *(note for _, note in events)]
+        as_json = [note._asdict() for note in notes]
+        declared = self._declare(streams, entries.codecs)
+        block = Block(steps[0].number, steps[-1].number, arrays, as_json, declared)
+        return block, error, Findings(tuple(events), remarks)
+
+    def _declare(
+        self, streams: Sequence[OpenStream], codecs: Mapping[str, Codec]
+    ) -> list[Declaration]:
+        """Streams that have rows for the first time, or by another codec; in the model's order."""
+        new = {name for name, codec in codecs.items() if self._declared.get(name) != codec}
+        self._declared |= codecs
+        chosen = [opened for opened in streams if opened.stream.name in new]
+        chosen.sort(key=lambda opened: opened.order)
+        return [replace(one.declaration, codec=codecs[one.stream.name]) for one in chosen]
+
+    def moved_on(self, now: Excerpt, span: Span) -> bool:
+        """Whether books that no observed change accounts for are not as the last step left them."""
+        found = differing([self._last], [now], span.before)
+        return not (found.keys() & span.before.keys() <= self._broken | self._observed)
+
+    def _refuted(
+        self,
+        steps: Sequence[Step],
+        evidence: Sequence[Evidence],
+        agreed: Tensor,
+        refused: Mapping[str, str],
+    ) -> list[tuple[Event, Note]]:
+        """Books whose rows are not their gradient."""
+        events = []
+        for index in torch.nonzero(~agreed.all(0)).flatten().tolist():
+            at = int(torch.nonzero(~agreed[:, index])[0])
+            for book in sorted(evidence[index].looks):
+                reason = refused.get(book, UNEXPLAINED)
+                events += self._break({book: steps[at].number}, reason)
+        return events
+
+    def _changed_between(
+        self, steps: Sequence[Step], handover: Handover, accounts: Sequence[set[str]]
+    ) -> list[tuple[Event, Note]]:
+        """Books that changed between steps, or since the last; after the very last none count."""
+        ends = [self._last, *(step.after for step in steps)]
+        by_row = {book for step in steps for book in step.looks}
+        found = differing(ends[:-1], [step.before for step in steps], by_row)
+        self._last = ends[-1]
+        if not handover.last:
+            since = differing(ends[-1:], [handover.now], by_row)
+            found = dict.fromkeys(since, len(steps) - 1) | found
+            self._last = handover.now
+        changed = {
+            name: steps[at].number
+            for name, at in found.items()
+            if name in handover.span.before
+            and steps[at].states[self._plan.columns[name]] != OBSERVED
+        }
+        return self._changed(changed, handover.span, accounts, OUTSIDE)
+
+    def _edited(
+        self, steps: Sequence[Step], span: Span, accounts: Sequence[set[str]]
+    ) -> list[tuple[Event, Note]]:
+        """Books that spot checks found to be changed by something else."""
+        events: list[tuple[Event, Note]] = []
+        for step in steps:
+            for reason, books in step.edited.items():
+                found = {
+                    name: step.number
+                    for name, is_edited in books.items()
+                    if name in span.before
+                    and step.states[self._plan.columns[name]] != OBSERVED
+                    and bool(is_edited)
+                }
+                events += self._changed(found, span, accounts, reason)
+        return events
+
+    def _changed_without_rows(
+        self, steps: Sequence[Step], span: Span, accounts: Sequence[set[str]]
+    ) -> list[tuple[Event, Note]]:
+        """Books without rows that changed by more than the changes that were observed."""
+        by_row = (torch.tensor([step.states for step in steps]) == BY_ROW).any(0)
+        names = [name for name in span.before if not by_row[self._plan.columns[name]]]
+        names = [name for name in names if name not in self._broken]
+        observed = {name: _with_changes(steps, name, span.before[name]) for name in names}
+        found = dict.fromkeys(unlike(observed, span.after), steps[0].number)
+        return self._changed(found, span, accounts, OUTSIDE)
+
+    def _unaccounted(
+        self,
+        steps: Sequence[Step],
+        evidence: Sequence[Evidence],
+        factors: Tensor,
+        handover: Handover,
+        accounts: Sequence[set[str]],
+    ) -> list[tuple[Event, Note]]:
+        """Books that their rows and the optimizer's rule do not lead to where they are."""
+        span, now = handover.span, handover.now
+        put_in = differing([self._last], [now], span.before)  # after the very last
+        sound = [at for at, account in enumerate(evidence) if not self._broken & set(account.looks)]
+        before = {name: start for name, start in span.before.items() if name not in put_in}
+        chosen = [evidence[at] for at in sound]
+        found = self._reconciler.unexplained(steps, chosen, factors[:, sound], before, span.after)
+        first = dict.fromkeys(found, steps[0].number)
+        return self._changed(first, span, accounts, UNACCOUNTED)
+
+    def _changed(
+        self, changed: dict[str, int], span: Span, accounts: Sequence[set[str]], reason: str
+    ) -> list[tuple[Event, Note]]:
+        """Something else changed these books, each at its step; those that share rows go along."""
+        for books in accounts:
+            if numbers := [changed[name] for name in books if name in changed]:
+                changed = changed | dict.fromkeys(books & span.before.keys(), min(numbers))
+        return self._break(changed, reason, Event.CHANGED_OUTSIDE)
+
+    def _break(
+        self, books: Mapping[str, int], reason: str, event: Event = Event.REFUTED
+    ) -> list[tuple[Event, Note]]:
+        """These books, each from its step on, can no longer be kept by row."""
+        new = sorted(books.keys() - self._broken)
+        self._broken |= books.keys()
+        return [(event, Note(books[book], book, reason)) for book in new]
+
+    def _book_as_changes(
+        self, books: Iterable[str], steps: Sequence[Step], span: Span
+    ) -> Sequence[Step]:
+        """Books what these steps did to broken books as one observed change, at the last."""
+        states = [list(step.states) for step in steps]
+        changes = [dict(step.changes) for step in steps]
+        for name in books:
+            column, after = self._plan.columns[name], span.after[name]
+            rest = (after - _with_changes(steps, name, span.before[name])).to(after.dtype)
+            unseen = [at for at, state in enumerate(states) if state[column] != OBSERVED]
+            for at in unseen:
+                states[at][column] = UNTOUCHED
+            last = unseen[-1] if unseen else -1
+            changes[last][name] = changes[last].get(name, 0) + rest
+            states[last][column] = OBSERVED
+        return [
+            replace(step, states=tuple(own), changes=change)
+            for step, own, change in zip(steps, states, changes, strict=True)
+        ]
+
+
+class SampleNumbers:
+    """The numbers of samples in the ledger; those without ids are numbered as they come."""
+
+    def __init__(self, table: SampleTable) -> None:
+        self._table = table
+        self._numbers: dict[int, Tensor] = {}
+        """Of batches without ids, the numbers that their samples were given."""
+
+    def arrays(self, pages: Pages, rows: Arrays) -> Arrays:
+        """The samples of the batches that left rows, and the strings met for the first time."""
+        tables = [part for name, ps in rows.items() if name.endswith("/segments") for part in ps]
+        used = sorted({number for table in tables for number in table[:, 1].tolist()})
+        marks = [page.marks for _, written in pages for page in written]
+        batches = {samples.number: samples for filled in marks for _, samples in filled}
+        kept = [batches[number] for number in used]
+        self._numbers = {n: ids for n, ids in self._numbers.items() if n >= min(used, default=0)}
+        if not kept:
+            return {}
+        table = torch.tensor([(batch.number, batch.size) for batch in kept])
+        ids = torch.cat([self._ids(batch) for batch in kept])
+        found = {"batches": [table], "samples": [ids]}
+        new = self._table.take_new()
+        return {**found, "ids": [encode_ids(new)]} if new else found
+
+    def _ids(self, batch: BatchSamples) -> Tensor:
+        if batch.whole is not None:
+            return self._ids(batch.whole)[batch.places]
+        if batch.ids is not None:
+            return self._table.numbers(batch.ids)
+        if batch.number not in self._numbers:  # rows of one batch may be parts of several
+            self._numbers[batch.number] = self._table.count(batch.size)
+        return self._table.numbers(self._numbers[batch.number])
+
+
+def _with_changes(steps: Sequence[Step], name: str, before: Tensor) -> Tensor:
+    """What a book was before these steps, with the changes that were observed; itself if none."""
+    changes = [step.changes[name] for step in steps if name in step.changes]
+    return functools.reduce(torch.add, changes, before.double()) if changes else before
+
+
+def _step_arrays(steps: Sequence[Step], factors: Tensor) -> Arrays:
+    groups = max(len(step.hyper) for step in steps)  # a group may have been added on the way
+    hyper = [step.hyper + step.hyper[:1] * (groups - len(step.hyper)) for step in steps]
+    arrays = {
+        "hyper": [torch.tensor(hyper, dtype=torch.float64)],
+        "groups": [torch.tensor([step.groups for step in steps], dtype=torch.int16)],
+        "states": [torch.tensor([step.states for step in steps], dtype=torch.uint8)],
+        "factors": [factors],
+    }
+    for book in dict.fromkeys(name for step in steps for name in step.changes):
+        found = [(step.number, step.changes[book]) for step in steps if book in step.changes]
+        arrays[f"{book}/changes"] = [to_host(change[None]) for _, change in found]
+        arrays[f"{book}/change_steps"] = [torch.tensor([number for number, _ in found])]
+    return arrays
+
+
+def to_host(array: Tensor) -> Tensor:
+    """The array in main memory; through pinned memory where it comes from an accelerator."""
+    if not array.is_cuda:
+        return array.cpu()
+    host = torch.empty(array.shape, dtype=array.dtype, pin_memory=True)
+    return host.copy_(array)

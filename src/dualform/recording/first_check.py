@@ -1,0 +1,56 @@
+"""Before a step is made: do its rows explain the gradients, and do its samples have ids?"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dualform.optimizers import Rule, StateRule
+from dualform.recording.accounts import Evidence, find_factors, gather_evidence, probes_of
+from dualform.recording.book_states import BookStates, Event
+from dualform.recording.bookkeeping import NOISY, UNEXPLAINED
+from dualform.recording.messages import Step
+from dualform.recording.plan import Plan
+from dualform.recording.sample_ids import SampleIds
+from dualform.recording.watch import Watch
+
+
+class FirstCheck:
+    """Holds the rows written so far against the gradients of the step that is about to be made."""
+
+    def __init__(
+        self, plan: Plan, rule: Rule, states: BookStates, watch: Watch, sample_ids: SampleIds
+    ) -> None:
+        self._plan, self._rule, self._states = plan, rule, states
+        self._watch, self._sample_ids = watch, sample_ids
+
+    def require_ids(self, step: Step) -> None:
+        """Refuses samples without ids where they must have some, and are in the gradient."""
+        if not self._sample_ids.is_numbered:
+            evidence, _, _ = self._compare(step)
+            used = {number for account in evidence for number in account.batches(0)}
+            if not used.isdisjoint(self._watch.rows.unnamed):
+                self._sample_ids.number()
+
+    def failing(self, step: Step) -> dict[str, str]:
+        """Of the books that are new, those that their rows do not explain, and why.
+
+        The others are verified from now on.
+        """
+        if step.probe is None or not bool(step.probe[1].isfinite().all()):
+            return {}
+        evidence, factors, agreed = self._compare(step)
+        failed: dict[str, str] = {}
+        for at, account in enumerate(evidence):
+            if isinstance(self._rule, StateRule):
+                failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
+            if not agreed[0, at]:
+                refused = self._watch.owners.refused
+                failed |= {book: refused.get(book, UNEXPLAINED) for book in account.looks}
+        new = self._states.unverified.intersection(step.probe[0])
+        self._states.happen(Event.VERIFIED, new - failed.keys())
+        return {book: failed[book] for book in sorted(new & failed.keys())}
+
+    def _compare(self, step: Step) -> tuple[list[Evidence], Tensor, Tensor]:
+        """What the rows so far say about a step, before it is made."""
+        pages, probes = self._watch.rows.peek(), probes_of([step])
+        return find_factors(gather_evidence(self._plan.columns, [step], pages, probes))

@@ -1,0 +1,108 @@
+"""What is kept of each gradient: probes, taken just before the optimizer uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dualform.ledger import Term
+from dualform.memory.blocks import as_matrix, matrix_shape
+from dualform.optimizers import Rule
+from dualform.private import sparse_parts
+from dualform.recording.pages import calls_are_dear
+from dualform.recording.plan import Plan
+from dualform.recording.probe import Look
+from dualform.recording.reconcile import is_followed
+
+PROBED_ROWS = 128
+"""Higher matrices are probed at so many neighboring rows, others after each hand-over."""
+PROBED_COLUMN = 1 << 14
+"""Parameters of one column are probed as a whole up to this size."""
+PROBE_NUMBERS = 32
+"""A probe of fewer numbers could agree by accident: narrow matrices get several vectors."""
+
+
+class GradientProbes:
+    """Knows where and with what each gradient is probed, and probes it."""
+
+    def __init__(self, plan: Plan, rule: Rule) -> None:
+        self._plan, self._rule = plan, rule
+        self.terms: dict[str, Term] = {}
+        """The books that rows are known of, each with one of its terms."""
+        self.looks: dict[str, Look] = {}
+        """How each book that is kept by row is probed; steps hold it, so it is never changed."""
+        self._vectors: dict[str, Tensor | None] = {}
+        self._last_names: tuple[str, ...] = ()
+        self._turn = 0
+
+    def choose(self, books: Iterable[str]) -> None:
+        """Probes these books from now on."""
+        self.looks = {name: self.looks.get(name) or self._look(name) for name in books}
+
+    def look_elsewhere(self) -> None:
+        """Moves the probes of high matrices to other rows."""
+        self._turn += 1
+        self.looks = {name: self._look(name) for name in self.looks}
+
+    def take(
+        self, gradients: Mapping[str, Tensor], optimizer: Optimizer
+    ) -> tuple[tuple[str, ...], Tensor]:
+        """`u = G r` for matrices, columns as they are; all in one piece, with the books' names."""
+        probe = torch.cat([self._seen(name, gradient) for name, gradient in gradients.items()])
+        scale = getattr(optimizer, "grad_scale", None)  # fused optimizers unscale themselves
+        if scale is not None:
+            probe = probe / scale.to(probe.device)
+        names = tuple(gradients)
+        if names != self._last_names:
+            self._last_names = names
+        return self._last_names, probe  # one object for the same names: steps are quickly compared
+
+    def _seen(self, name: str, gradient: Tensor) -> Tensor:
+        """What a step keeps of a gradient."""
+        look, term = self.looks[name], self.terms[name]
+        partial = look.partial
+        if gradient.is_sparse:
+            if term.view == "rows" and gradient.sparse_dim() == 1:
+                gradient, partial = _some_rows(gradient, look.rows), False
+            else:
+                gradient = gradient.to_dense()
+        if look.vectors is None:
+            flat = gradient.reshape(-1)
+            return flat[look.rows] if partial else flat
+        if term.view != "rows" or gradient.ndim > 2:
+            gradient = as_matrix(gradient, term.view, term.groups)
+        if partial:
+            gradient = gradient[look.rows]
+        return (gradient if look.later else gradient @ look.vectors).flatten()
+
+    def _look(self, name: str) -> Look:
+        """Some rows of the book's matrix, and the vectors they are multiplied with."""
+        term, parameter = self.terms[name], self._plan.parameters[name]
+        height, width = matrix_shape(tuple(parameter.shape), term.view, term.groups)
+        rows = PROBED_COLUMN if term.view == "flat" else PROBED_ROWS
+        if not is_followed(self._rule):
+            rows = height  # nothing else looks at the whole
+        first = min(self._turn * rows % height, max(0, height - rows))
+        if name not in self._vectors:
+            self._vectors[name] = None if term.view == "flat" else self._random(name, height, width)
+        later = term.form == "outer" and calls_are_dear(parameter)
+        chosen = slice(first, min(first + rows, height))
+        return Look(chosen, self._vectors[name], later, partial=rows < height)
+
+    def _random(self, name: str, height: int, width: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self._plan.columns[name])  # not the user's
+        count = min(width + 1, -(-PROBE_NUMBERS // height))
+        vectors = torch.randn(width, count, generator=generator, dtype=torch.float64, device="cpu")
+        parameter = self._plan.parameters[name]
+        return vectors.to(parameter.device, parameter.dtype)
+
+
+def _some_rows(gradient: Tensor, rows: slice) -> Tensor:
+    """Some rows of a table's sparse gradient; only those are made dense."""
+    (places, *_), values = sparse_parts(gradient)
+    inside = (places >= rows.start) & (places < rows.stop)
+    dense = values.new_zeros(rows.stop - rows.start, *values.shape[1:])
+    return dense.index_add_(0, places[inside] - rows.start, values[inside])

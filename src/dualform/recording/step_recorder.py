@@ -1,0 +1,240 @@
+"""From forward passes to hand-overs: what happens around each step, in the training thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dualform.ledger import Codec
+from dualform.optimizers import Rule
+from dualform.recording.book_states import BookStates, Event, Note
+from dualform.recording.bookkeeping import NOISY, Bookkeeper, SampleNumbers
+from dualform.recording.delivery import Delivery
+from dualform.recording.excerpts import NO_EXCERPT, differing
+from dualform.recording.first_check import FirstCheck
+from dualform.recording.guard import Guard
+from dualform.recording.messages import Handover, Step
+from dualform.recording.notices import Notices
+from dualform.recording.observer import StepObserver
+from dualform.recording.plan import Plan, is_nested
+from dualform.recording.reconcile import Reconciler
+from dualform.recording.sample_ids import SampleIds
+from dualform.recording.schedule import Schedule
+from dualform.recording.snapshots import Snapshots
+from dualform.recording.spot_checks import SpotChecks
+from dualform.recording.start import Opened
+from dualform.recording.watch import Watch
+
+STEPPED = "another optimizer, {}, stepped it; by row is what the recorded {} does"
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """The stages of recording in the training thread, in the order a step passes them."""
+
+    watch: Watch
+    """Forward and backward passes: writes rows to pages."""
+    check: FirstCheck
+    """Holds the rows of new books against their gradients."""
+    observer: StepObserver
+    """Makes a `Step` of what the optimizer does."""
+    spot_checks: SpotChecks
+    """Makes some steps twice, and compares whole weights."""
+    snapshots: Snapshots
+    """Copies weights where they are to be kept."""
+    schedule: Schedule
+    """Says when steps are handed over."""
+    delivery: Delivery
+    """Sends hand-overs to the writer's thread, and receives its findings."""
+    notices: Notices
+    """Tells the user."""
+
+
+def make_stages(
+    opened: Opened,
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan,
+    rule: Rule,
+    guard: Guard,
+    sample_ids: SampleIds,
+    codec: type[Codec],
+    buffer_bytes: int,
+) -> Stages:
+    """All stages of a recording that begins."""
+    states = BookStates(plan.parameters)
+    observer = StepObserver(model, plan, rule, optimizer, states)
+    observer.keep_by_step(Event.RESUMED, opened.by_step)
+    notices = Notices(plan, type(optimizer).__name__, observer.trained, harmless=NOISY)
+    booked = plan.parameters if rule.fields else {}
+    watch = Watch(model, booked, states, opened.writer.committed + 1, opened.streams, guard)
+    numbers, reconciler = SampleNumbers(opened.samples), Reconciler(plan, rule, optimizer)
+    bookkeeper = Bookkeeper(plan, numbers, codec, reconciler, observer.excerpts.take())
+    pool = watch.rows.streams.pool
+    delivery = Delivery(opened.writer, bookkeeper, pool, plan.parameters.values())
+    return Stages(
+        watch,
+        FirstCheck(plan, rule, states, watch, sample_ids),
+        observer,
+        SpotChecks(plan.parameters, optimizer, rule),
+        Snapshots(model, optimizer, plan, rule),
+        Schedule(delivery.handover_bytes(buffer_bytes), buffer_bytes),
+        delivery,
+        notices,
+    )
+
+
+class StepRecorder:
+    """Makes steps of what the stages see, and hands them over; belongs to the training thread."""
+
+    def __init__(self, stages: Stages, optimizer: Optimizer, step: int) -> None:
+        self.stages, self._optimizer = stages, optimizer
+        self.step = self._first = step
+        """How many optimizer steps are recorded."""
+        self._current: Step | None = None
+        """The step that is being made."""
+        self._steps: list[Step] = []
+        """Those that were not handed over yet."""
+        self._bytes = 0
+        """What they take."""
+        self._streams = 0
+        """How many streams are known."""
+        self._notes: list[Note] = []
+        """Notes for the next step."""
+        self._marked = (-1, NO_EXCERPT)
+        """The step that was marked last, and the weights it was marked with."""
+        self._unkept = 0
+        """The step whose weights were due last, where they were not the model's any more."""
+
+    def before_step(self, optimizer: Optimizer, observe: bool) -> bool:
+        """The optimizer is about to step; whether this is a step of its own.
+
+        Gradients are looked at where `observe` says so: a closure makes them later.
+        """
+        if is_nested(optimizer):
+            return False
+        if due := self.stages.schedule.due:  # held back until what came after the step is known
+            self._book_late_changes()
+            self.hand_over(*due)
+        self.receive()
+        self.stages.observer.begin_step()
+        if observe:
+            self.observe()
+        return True
+
+    def observe(self) -> None:
+        """Looks at the gradients the optimizer is about to use."""
+        rows, observer, check = self.stages.watch.rows, self.stages.observer, self.stages.check
+        streams = rows.streams.all
+        if len(streams) > self._streams:
+            observer.discover([stream.opened for stream in streams[self._streams :]])
+            self._streams = len(streams)
+        notes, self._notes = self._notes, []
+        step = observer.observe(self.step + 1, notes)
+        if rows.unnamed:
+            check.require_ids(step)
+        if observer.states.unverified and (failed := check.failing(step)):
+            observer.keep_by_step(Event.REFUTED, failed)
+            observer.hold()
+            refuted = [Note(step.number, book, reason) for book, reason in failed.items()]
+            step = observer.observe(self.step + 1, [*step.notes, *refuted])
+        self.stages.spot_checks.before_step(step.looks)
+        self._current = step
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The optimizer has stepped."""
+        if self._current is None or is_nested(optimizer):
+            return
+        stages = self.stages
+        edited = stages.spot_checks.after_step()
+        step, self._current = stages.observer.finish(self._current, edited), None
+        self.step = step.number
+        self._steps.append(step)
+        self._bytes += step.nbytes
+        stages.watch.end_step()
+        size = stages.watch.rows.bytes + self._bytes
+        stages.schedule.after_step(size, stages.snapshots.is_due(step.states))
+        if stages.schedule.due and not stages.observer.states.shared:
+            self.hand_over(*stages.schedule.due)
+        if step.notes:
+            stages.notices.lost(step.notes)
+
+    def share(self, other: Optimizer, before: dict[str, Tensor]) -> None:
+        """Another optimizer has changed parameters, which were so `before` it."""
+        reason = STEPPED.format(type(other).__name__, type(self._optimizer).__name__)
+        notes = [Note(self.step + 1, name, reason) for name in before]
+        self.stages.observer.share(before, dict.fromkeys(before, reason))
+        self._notes += notes
+        self.stages.notices.lost(notes)
+
+    def mark(self) -> None:
+        """Makes everything so far durable, and keeps the weights."""
+        (step, then), now = self._marked, self.stages.observer.excerpts.take()
+        if step == self.step and not differing([then], [now]):
+            return  # saving has marked it already
+        self._book_late_changes()
+        self.hand_over(flush=True, mark="checkpoint")
+        self.stages.delivery.wait()
+        self._marked = (self.step, now)
+
+    def hand_over(self, flush: bool, mark: str = "", last: bool = False, keep: bool = True) -> None:
+        """Gives the steps so far to the writer's thread, with the weights where they are due."""
+        watch, observer, snapshots = self.stages.watch, self.stages.observer, self.stages.snapshots
+        size = watch.rows.bytes + self._bytes
+        due = self.stages.schedule.hand_over(size, flush, bool(mark), snapshots.nbytes)
+        weights = snapshots.weights() if due and keep else None
+        steps, self._steps, self._bytes = tuple(self._steps), [], 0
+        pages, refused = watch.rows.take(), dict(watch.owners.refused)
+        span, now = observer.hand_over()
+        self.stages.spot_checks.handed_over(span.after)
+        handover = Handover(
+            steps, pages, refused, span, now, self.step, flush, weights, mark or "flush", last
+        )
+        self.stages.delivery.send(handover)
+
+    def hand_over_rest(self) -> None:
+        """Hands over what there is at the end of the recording."""
+        self._book_late_changes(ending=True)
+        broken_off = self._current is not None  # then the weights are no step's
+        self.hand_over(flush=True, mark="" if broken_off else "final", last=True)
+
+    @property
+    def outcome(self) -> tuple[int, int]:
+        """How many steps were made; the last, if its weights were due and no longer its own."""
+        return self.step - self._first, self._unkept
+
+    def forget(self) -> None:
+        """Frees the memory of what will not be written."""
+        self._steps = []
+        self.stages.watch.rows.streams.forget()
+
+    def receive(self) -> None:
+        """Applies what the writer's thread has found."""
+        for findings in self.stages.delivery.receive():
+            for event, note in findings.events:
+                self.stages.observer.keep_by_step(event, {note.book: note.reason})
+            self.stages.notices.lost(note for _, note in findings.events)
+            for text in findings.remarks:
+                self.stages.notices.remark(text)
+            if findings.unkept is not None:
+                self._unkept = findings.unkept
+
+    def _book_late_changes(self, ending: bool = False) -> None:
+        """What the loop did after the last step to books kept by step belongs to that step.
+
+        Where that was handed over, or kept a book by row, it belongs to a step of its own.
+        """
+        if not (ending or self._steps) and self.stages.watch.rows.is_midway:
+            return  # then it belongs to the step under way
+        observer = self.stages.observer
+        changes = observer.late_changes()
+        if not changes:
+            return
+        if not self._steps or observer.are_by_row(changes, self._steps[-1]):
+            self.step += 1
+            self._steps.append(observer.standing(self.step, self._notes))
+            self._notes = []
+            self.stages.watch.end_step()
+        self._steps[-1] = observer.with_changes(self._steps[-1], changes)

@@ -1,0 +1,262 @@
+"""Streams: where the backward pass writes the rows of each use of a parameter."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from dualform.layers import Rows, Site, stream_name
+from dualform.ledger import Declaration, Stream, Term
+from dualform.memory.blocks import matrix_shape
+from dualform.owners import UNCLEAR, Batch, Owners, Sighting
+from dualform.private import will_execute
+from dualform.recording.book_states import BookStates
+from dualform.recording.pages import Page, PagePool, PageWriter
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """A stream whose rows have been seen: its site, and its declaration in the ledger."""
+
+    site: Site
+    stream: Stream
+    terms: Mapping[str, Term]
+    order: int
+    """When its layer was first called: backward passes meet streams the other way round."""
+
+    @property
+    def declaration(self) -> Declaration:
+        """What readers must know."""
+        return Declaration(self.stream, dict(self.terms))
+
+
+class StreamWriter:
+    """Where the rows of one stream are written."""
+
+    def __init__(self, opened: OpenStream, pool: PagePool) -> None:
+        self.opened, self.terms = opened, opened.terms
+        self.pages = PageWriter(pool)
+        self.arranged: tuple[Any, int] = (None, 0)
+        """The shape of keys and batch last seen, and how many neighbors then shared a sample."""
+
+
+class Streams:
+    """The streams met so far, by site."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], known: Iterable[Declaration]
+    ) -> None:
+        self._parameters = parameters
+        self.pool = PagePool()
+        self.all: list[StreamWriter] = []
+        self._by_site: dict[int, StreamWriter | None] = {}
+        self._known = {d.stream.name: d for d in known}
+        self._views: dict[str, tuple[str, int]] = {
+            book: (term.view, term.groups)
+            for d in self._known.values()
+            for book, term in d.terms.items()
+        }
+        self._taken: set[str] = set()
+
+    def of(self, rows: Rows, order: int) -> StreamWriter | None:
+        """The stream of a site; None where its books are already seen in another way."""
+        at = id(rows.site)
+        if at not in self._by_site:
+            self._by_site[at] = self._open(rows, order)
+        return self._by_site[at]
+
+    def forget(self) -> None:
+        """Frees the memory of all that was written, when nothing more will be."""
+        for writer in self.all:
+            writer.pages.take()
+        self.pool.forget()
+
+    def _open(self, rows: Rows, order: int) -> StreamWriter | None:
+        site = rows.site
+        assert rows.values is not None
+        for book, term in site.terms.items():
+            if self._views.setdefault(book, (term.view, term.groups)) != (term.view, term.groups):
+                return None
+        keys = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
+        values = tuple(rows.values.shape[rows.values.ndim - site.value_dims :])
+        shared = () if rows.shared is None else tuple(rows.shared.shape)
+        stream = Stream(stream_name(site.label), keys, values, dict(site.layout), shared)
+        for writer in self.all:  # the same use by another call, as x @ W after linear(x, W.T)
+            known = writer.opened
+            if known.site == site and known.stream == replace(stream, name=known.stream.name):
+                return writer
+        stream = self._named(site, stream)
+        self._taken.add(stream.name)
+        opened = OpenStream(site, stream, dict(site.terms), order)
+        self.all.append(StreamWriter(opened, self.pool))
+        return self.all[-1]
+
+    def _named(self, site: Site, stream: Stream) -> Stream:
+        """The stream under a name that no other has; the one it had in an earlier part of a run."""
+        base = stream.name + self._part(site, stream)
+        for number in itertools.count(1):
+            named = replace(stream, name=base if number == 1 else f"{base}@{number}")
+            known = self._known.get(named.name, Declaration(named, dict(site.terms)))
+            if named.name not in self._taken and known == Declaration(named, dict(site.terms)):
+                break
+        return named
+
+    def _part(self, site: Site, stream: Stream) -> str:
+        """Which part of its parameter a stream is about, where it is not about all of it."""
+        book, term = next(iter(site.terms.items()))
+        if term.form == "lookup" or stream.shared:
+            return ""
+        shape = tuple(self._parameters[book].shape)
+        (top, left), (height, width) = term.at, matrix_shape(shape, term.view, term.groups)
+        rows = stream.values[0] if stream.layout else math.prod(stream.values)
+        columns = math.prod(stream.keys) if term.form == "outer" else width
+        part = f"{top}:{top + rows}" if rows < height else ""
+        if columns < width and not stream.layout:
+            part = f"{part or ':'},{left}:{left + columns}"
+        return f"[{part}]" if part else ""
+
+
+class Reached:
+    """Whether a backward pass will add to a parameter's gradient, or only passes by.
+
+    The gradient of an input (`torch.autograd.grad(loss, x)`, an attack, a saliency map) passes by.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._nodes: dict[str, Node] = {}
+
+    def __call__(self, books: Iterable[str]) -> bool:
+        """Whether it adds to any of these."""
+        for book in books:
+            node = self._nodes.get(book) or self._find(book)
+            try:
+                if node is not None and will_execute(node):
+                    return True
+            except RuntimeError:  # torch.autograd.grad(loss, parameters): the loop may use it
+                return True
+        return False
+
+    def _find(self, book: str) -> Node | None:
+        """What adds to the parameter's gradient; it is there while the parameter is trained."""
+        if not self._parameters[book].requires_grad:
+            return None
+        self._nodes[book] = get_gradient_edge(self._parameters[book]).node
+        return self._nodes[book]
+
+
+class RowWriter:
+    """Writes rows to the pages of their streams.
+
+    It belongs to the training loop: the loop's thread, or autograd's, which works while the loop
+    waits in `backward()`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        known: Iterable[Declaration],
+        states: BookStates,
+        owners: Owners,
+        split: Callable[[Batch, Tensor], Batch],
+        step: int,
+    ) -> None:
+        self.streams = Streams(parameters, known)
+        self._states, self._owners, self._split = states, owners, split
+        self._reached = Reached(parameters)
+        self.step = step
+        """The step under way."""
+        self.bytes = 0
+        """How much has been written since `take`."""
+        self.unnamed: set[int] = set()
+        """The batches without ids that left rows in this step."""
+
+    def write(self, rows: Rows, batch: Batch, order: int, seen: Sighting | None) -> None:
+        """Writes the rows of one call, where they are needed and their samples are known."""
+        stream = self.streams.of(rows, order)
+        keys, values = rows.keys, rows.values
+        if stream is None or values is None or self._states.by_step.issuperset(stream.terms):
+            return
+        if not self._reached(stream.terms):
+            return
+        lead = keys.shape[: keys.ndim - rows.site.key_dims]
+        if batch.size < 0:
+            batch.begin_inside(lead)
+        if batch.size == 0 or not math.prod(lead):
+            return
+        shape = (keys.shape, batch.size)
+        if stream.arranged[0] != shape or seen is not None:
+            found = self._owners.of(rows.site, lead, batch, seen)
+            if isinstance(found, str):  # then the probe will miss them
+                self._owners.refuse(rows.site, found)
+                return
+            if isinstance(found, Tensor):
+                self._write_one_by_one(stream, rows, batch, found)
+                return
+            stream.arranged = (shape, found)
+        self._put(stream, rows, batch, stream.arranged[1])
+
+    def _write_one_by_one(
+        self, stream: StreamWriter, rows: Rows, batch: Batch, owners: Tensor
+    ) -> None:
+        """Rows in the order of their data: each is a sample of a batch of its own."""
+        site = rows.site
+        assert rows.values is not None
+        keys = rows.keys.flatten(0, rows.keys.ndim - site.key_dims - 1)
+        values = rows.values.flatten(0, rows.values.ndim - site.value_dims - 1)
+        known = (owners >= 0).to(values.device)
+        if not known.all():
+            if bool(values[~known].any()):
+                self._owners.refuse(site, UNCLEAR)
+                return
+            keys, values, owners = keys[known], values[known], owners[owners >= 0]
+        if len(owners):
+            rows = rows._replace(keys=keys, values=values)
+            self._put(stream, rows, self._split(batch, owners), 1)
+
+    def _put(self, stream: StreamWriter, rows: Rows, batch: Batch, stretch: int) -> None:
+        keys, values = rows.keys, rows.values
+        assert values is not None
+        if (batch.whole or batch).ids is None:
+            self.unnamed.add(batch.number)
+        if keys.dtype != values.dtype and keys.is_floating_point():
+            keys = keys.to(values.dtype)  # as the kernel saw it under autocast
+        samples, order = batch.fixed or batch.fix(), (batch.size, stretch)
+        self.bytes += stream.pages.write(self.step, samples, keys, values, order, rows.shared)
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether the step under way has rows already."""
+        pages = [page for stream in self.streams.all for page in stream.pages.pages[-1:]]
+        return any(page.marks[-1][0] == self.step for page in pages if page.marks)
+
+    def peek(self) -> list[tuple[OpenStream, list[Page]]]:
+        """The pages of each stream, without taking them."""
+        return [(stream.opened, stream.pages.pages) for stream in self.streams.all]
+
+    def take(self) -> tuple[tuple[OpenStream, tuple[Page, ...]], ...]:
+        """The pages of each stream; `pool.give_back` them once they are written.
+
+        Rows of the step under way (a checkpoint between backward and step) move to new pages.
+        """
+        self.bytes = 0
+        taken = [(stream, tuple(stream.pages.take())) for stream in self.streams.all]
+        for stream, pages in taken:
+            for page in pages:
+                for at, (step, samples) in enumerate(page.marks):
+                    if step == self.step:
+                        x, error = page.key_slots[at], page.value_slots[at]
+                        given = (page.form[4], page.shared[at] if page.shared else None)
+                        self.bytes += stream.pages.write(step, samples, x, error, *given)
+        return tuple([(stream.opened, pages) for stream, pages in taken])
+
+    def end_step(self) -> None:
+        """The optimizer has stepped; what comes belongs to the next step."""
+        self.step += 1
+        self.unnamed.clear()
