@@ -19,7 +19,8 @@ import dualform
 from benchmarks.attribution.data import idx
 from dualform.evaluate import mislabeled
 from dualform.read import Run
-from dualform.read.scan import Scan
+from dualform.read.engine import ShardRange
+from dualform.read.scan import chunks
 from dualform.read.scores import Array
 
 BATCH, SHARE = 64, 0.1
@@ -63,7 +64,8 @@ def rows(run: Run, layer: str) -> tuple[Array, Array, Array, Array]:
     stream = next(s for s in run.info.streams if s.name == layer)
     found = [
         (c.values.double(), c.keys.double().square().sum(1) + 1, c.samples, c.steps)
-        for c in Scan(source.ledger, stream, source.until)
+        for shard in ShardRange.of(source.ledger, 1, source.until)
+        for c in chunks(shard, stream)
     ]
     errors, keys, samples, steps = (torch.cat(p).numpy() for p in zip(*found, strict=True))
     return errors, keys, samples, steps

@@ -24,7 +24,8 @@ from dualform.ledger import (
     Stream,
     Term,
 )
-from dualform.read.scan import Scan
+from dualform.read.engine import ShardRange
+from dualform.read.scan import chunks
 
 WIDTH = 256
 STREAM = Stream("fc", (WIDTH,), (WIDTH,))
@@ -92,8 +93,9 @@ def write_raw(path: Path, blocks: list[Block], per_shard: int) -> None:
 def scan_ledger(path: Path) -> float:
     """Sums every number, chunk by chunk."""
     total = 0.0
-    for chunk in Scan(Ledger(path), STREAM, 1 << 40):
-        total += float(chunk.keys.sum()) + float(chunk.values.sum())
+    for shard in ShardRange.of(Ledger(path), 1, 1 << 40):
+        for chunk in chunks(shard, STREAM):
+            total += float(chunk.keys.sum()) + float(chunk.values.sum())
     return total
 
 

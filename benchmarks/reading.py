@@ -17,9 +17,9 @@ from torch import Tensor
 from benchmarks.ledger import WIDTH, make_blocks, write_ledger
 from benchmarks.timing import compare
 from dualform.read import open_run
-from dualform.read.beside import Beside
 from dualform.read.queries import LayerQueries
 from dualform.read.spotlight import Reading
+from dualform.read.unrecorded import Unrecorded
 
 QUERIES, TOP = 64, 100
 
@@ -52,7 +52,7 @@ def main() -> None:
         queries = torch.randn(QUERIES, WIDTH)
         units = torch.arange(QUERIES) % WIDTH
         directions = torch.nn.functional.one_hot(units, WIDTH).double()
-        nothing = Beside.nothing(QUERIES, WIDTH)
+        nothing = Unrecorded.nothing(QUERIES, WIDTH)
         names = [str(i) for i in range(QUERIES)]
         asked = LayerQueries(names, queries, torch.zeros(QUERIES, WIDTH), nothing)
         reading = Reading("fc", asked, directions, [""] * QUERIES, run.source)

@@ -1,4 +1,4 @@
-"""Our methods, through the public API and from the recorded run alone."""
+"""Our methods, from the recorded run alone; all but EK-FAC through the public API."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import dualform
+from benchmarks.attribution.ekfac import ekfac
 from benchmarks.attribution.trained import Trained
 
 OURS = ("ridge", "ridge-32", "accounting", "tracin", "fisher", "ekfac", "explain")
@@ -20,6 +21,8 @@ def scores(trained: Trained, method: str) -> NDArray[np.float64]:
     def output(out: Tensor, label: Tensor) -> Tensor:
         return trained.task.output(out, label).sum()
 
+    if method == "ekfac":
+        return ekfac(run, trained.model(), x, (output, y))[np.argsort(np.array(run.ids))]
     if method == "explain":
         found = run.explain(trained.model(), x, (output, y))
     else:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dualform.errors import DualformError
 from dualform.explore import Exhibit, Query, write_report
 from dualform.read import Reading, Run, open_run
-from dualform.read.shown import signed
+from dualform.read.display import signed
 from dualform.recording import Recorder, record
 
 TRAIN = 1400

@@ -10,7 +10,8 @@ import torch
 from dualform.errors import CorruptError, FormatVersionError, LedgerError
 from dualform.ledger import Block, Codec, Declaration, Ledger, LedgerWriter, RunInfo, Stream
 from dualform.ledger.codecs import CODECS, BFloat16, Exact, codec_named, read_codec
-from dualform.read.scan import Scan
+from dualform.read.engine import ShardRange
+from dualform.read.scan import chunks, count_rows
 from dualform.testing import CodecContract
 
 
@@ -79,7 +80,7 @@ def test_a_codec_may_change_on_the_way(tmp_path: Path) -> None:
     ledger = write(tmp_path / "run", blocks)
     assert [(shard.first, shard.last) for shard in ledger.shards] == [(1, 2), (3, 4), (5, 5)]
     assert [shard.codec("fc").keys for shard in ledger.shards] == ["float32", "bfloat16", "float32"]
-    keys = torch.cat([chunk.keys[:, 0] for chunk in Scan(ledger, STREAM, 5)])
+    keys = torch.cat([c.keys[:, 0] for s in ShardRange.of(ledger, 1, 5) for c in chunks(s, STREAM)])
     assert keys.tolist() == [1.25] * 4 + [0.5] * 4 + [1.25] * 2
 
 
@@ -102,19 +103,19 @@ def test_arrays_that_are_not_their_codec_s_are_refused(
 ) -> None:
     ledger = write(tmp_path / "run", [(torch.ones(2, 3), declared(codec))])
     with pytest.raises(CorruptError, match=problem):
-        Scan(ledger, STREAM, 1)
+        count_rows(ledger, STREAM, 1)
 
 
 def test_rows_of_another_width_are_refused(tmp_path: Path) -> None:
     ledger = write(tmp_path / "run", [(torch.ones(2, 4), declared(Exact()))])
     with pytest.raises(CorruptError, match=r"of shape \(2, 4\); by its codec .*\(2, 3\)"):
-        Scan(ledger, STREAM, 1)
+        count_rows(ledger, STREAM, 1)
 
 
 def test_rows_that_nobody_declared_are_refused(tmp_path: Path) -> None:
     ledger = write(tmp_path / "run", [(torch.ones(2, 3), [])])
     with pytest.raises(CorruptError, match="does not declare the stream 'fc'"):
-        Scan(ledger, STREAM, 1)
+        count_rows(ledger, STREAM, 1)
 
 
 def test_a_name_that_means_two_things_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from dualform.ledger.codecs import CODECS, BFloat16
 from dualform.ledger.codecs.codec import FLOATS, PLACES
 from dualform.ledger.format import FORMAT, MARKS
 from dualform.optimizers import RULES, StateRule, rule_named
-from dualform.optimizers.rule import ScalarRule, Transition
+from dualform.optimizers.rule import ScalarRule
+from dualform.optimizers.steps import Transition
 from dualform.recording.recorder import Recorder
 
 TEXT = (Path(__file__).parents[2] / "FORMAT.md").read_text(encoding="utf-8")

@@ -335,7 +335,7 @@ def test_killed_while_being_made(tmp_path: Path) -> None:
 
 
 def test_segments_that_claim_too_much(tmp_path: Path) -> None:
-    from dualform.read.scan import Scan
+    from dualform.read.scan import count_rows
 
     writer = LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(2)})
     arrays = {"fc/keys": [torch.ones(2, 1)], "fc/values": [torch.ones(2, 1)]}
@@ -343,7 +343,7 @@ def test_segments_that_claim_too_much(tmp_path: Path) -> None:
     writer.append(Block(1, 1, arrays, streams=[Declaration(Stream("fc", (1,), (1,)), {})]))
     writer.close()
     with pytest.raises(CorruptError, match="the segments of 'fc' do not fit its rows"):
-        Scan(Ledger(tmp_path / "run"), Stream("fc", (1,), (1,)), 1)
+        count_rows(Ledger(tmp_path / "run"), Stream("fc", (1,), (1,)), 1)
 
 
 def test_blocks_that_do_not_fit_together_become_two_shards(tmp_path: Path) -> None:

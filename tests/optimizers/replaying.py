@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.optimizers.operators import apply
-from dualform.optimizers.rule import Rule, State, StateRule, walk_back
+from dualform.optimizers.rule import Rule, State, StateRule
+from dualform.optimizers.steps import walk_back
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.read.known import MAKE, Known, flat
+from tests.read.known_run import MAKE, Known, flat
 from torch import Tensor
 from torch.optim import Optimizer
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.grid.grid import problem
 from tests.grid.optimizers import OPTIMIZERS
-from tests.read.known import Known
+from tests.read.known_run import Known
 from tests.told import told
 from torch import Tensor, nn
 from torch.optim import Optimizer

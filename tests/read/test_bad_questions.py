@@ -8,26 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from tests.read.known import Known
+from tests.read.known_run import Known
 from torch import Tensor, nn
 
 import dualform
 from dualform.errors import ModelMismatchError, ReadingError, UnknownSampleError
 from dualform.read import ridge
-from dualform.read.natural import Natural
+from dualform.read.samples_matrix.optimizer_metric import OptimizerMetric
 from dualform.read.targets import Asked
 
-METHODS = ["ridge", "fisher", "ekfac", "tracin", "accounting"]
+METHODS = ["ridge", "fisher", "tracin", "accounting"]
 BAD = {
     "unknown method": (
         {"method": "magic"},
-        "method='magic' is not known; there are 'ridge', 'fisher', 'ekfac', 'tracin', 'accounting'",
+        "method='magic' is not known; there are 'ridge', 'fisher', 'tracin', 'accounting'",
     ),
     "no damping": (
         {"damping": 0},
         r"damping=0: .*more than 0; it is given.*3.0 by default",
     ),
-    "negative": ({"method": "ekfac", "damping": -1.0}, r"damping=-1.0: .*and is 0.1 by default"),
+    "negative": ({"method": "fisher", "damping": -1.0}, r"damping=-1.0: .*and is 1.0 by default"),
     "nan": ({"damping": float("nan")}, r"damping=nan: what is inverted must be damped"),
     "rank": ({"rank": 0}, r"rank=0: keep at least one direction; 10 and more are exact"),
     "target": ({"target": 7}, r"target=7: the model has outputs 0 to 2"),
@@ -65,7 +65,7 @@ def test_matrices_that_do_not_fit(
     """Said before anything is scanned; what is advised fits."""
     made = known("SGD")
     run = dualform.open(made.run.path)
-    monkeypatch.setattr(Natural, "columns", lambda self, books: pytest.fail("scanned"))
+    monkeypatch.setattr(OptimizerMetric, "columns", lambda self, books: pytest.fail("scanned"))
     monkeypatch.setattr(ridge, "free_memory", lambda: 500.0)
     wanted = r"the Gram matrix of a line of 6 needs 0.0 GB, and 0.0 GB are free; fewer.*: rank=16"
     with pytest.raises(ReadingError, match=wanted):

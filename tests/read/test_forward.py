@@ -15,7 +15,7 @@ from dualform.optimizers import apply
 from dualform.read import forward
 from dualform.read.coefficients import Accounting
 from dualform.read.forward import Forward
-from dualform.read.replay import step_gradients
+from dualform.read.step_gradients import step_gradients
 from dualform.read.weights import balance, initial_part
 
 STATEFUL = [name for name in OPTIMIZERS if not name.startswith("SGD")]
@@ -49,8 +49,8 @@ def going_back(
     total = torch.zeros(book.shape, dtype=torch.float64)
     for span in accounting.spans([book]):
         found = span.coefficients[book.name].operators
-        args = (accounting.ledger, book, span.first, span.last, "cpu", samples)
-        for step, gradient in step_gradients(*args).items():
+        gradients = step_gradients(accounting.reader, book, span.first, span.last, samples)
+        for step, gradient in gradients.items():
             total += apply(found[step], gradient)
     return total, initial_part(accounting, book)
 

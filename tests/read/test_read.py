@@ -29,6 +29,7 @@ from dualform.errors import (
 )
 from dualform.read.contributions import Largest
 from dualform.read.scan import Chunk
+from dualform.read.suspicion import row_errors
 
 SAMPLES, EPOCHS, BATCH = 30, 4, 6
 
@@ -93,7 +94,7 @@ def test_contributions_equal_each_sample_s_own_gradients(trained: Trained) -> No
     """The dual form against autograd, one sample at a time; the bias taken off both sides."""
     reading, inputs = bias_free(trained, trained.x[:4])
     memory = reading.memory()
-    order = [row for chunk, _ in reading._rows for row in chunk.samples.tolist()]
+    order = row_errors(reading.source, reading.layer).samples
     for at in range(4):
         scores = memory.scores(inputs[at][None])[0] * memory.values[:, 1]
         summed = np.zeros(SAMPLES)
@@ -180,7 +181,7 @@ def test_keys_only_is_the_published_score(trained: Trained) -> None:
     scores = reading.keys_only()
     assert scores.title.startswith("keys only")
     memory = reading.memory()
-    order = [row for chunk, _ in reading._rows for row in chunk.samples.tolist()]
+    order = row_errors(reading.source, reading.layer).samples
     expected = np.zeros((SAMPLES, 2))
     np.add.at(expected, order, (memory.keys @ inputs.T).abs().numpy())
     assert abs(scores.values - expected).max() < 1e-12

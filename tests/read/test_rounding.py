@@ -15,8 +15,9 @@ import dualform
 from dualform.ledger import Ledger
 from dualform.optimizers import StateRule, apply
 from dualform.read.coefficients import Accounting
-from dualform.read.replay import replayed_gradients, step_gradients
-from dualform.read.rounding import is_rounded, kernel_dtype, seen_gradients
+from dualform.read.engine import RowReader
+from dualform.read.replay import replayed_gradients
+from dualform.read.step_gradients import is_rounded, kernel_dtype, rounded_gradients, step_gradients
 from dualform.read.weights import balance, initial_part
 
 STEPS, SIGNS = 6, [name for name in ("Rprop", "Lion") if name in OPTIMIZERS]
@@ -84,8 +85,8 @@ def test_what_a_kernel_rounded(name: str, accumulate: int, tmp_path: Path) -> No
     ledger, seen = trained(name, "Rprop", accumulate, tmp_path / "run")
     for book in ledger.info.books:
         assert is_rounded(ledger, book)
-        found = seen_gradients(ledger, book, 1, STEPS)
-        plain = step_gradients(ledger, book, 1, STEPS)
+        found = rounded_gradients(RowReader(ledger), book, 1, STEPS)
+        plain = step_gradients(RowReader(ledger), book, 1, STEPS)
         true = torch.stack(seen[book.name])
         same, exact = (torch.stack([g[t] for t in sorted(g)]) == true for g in (found, plain))
         assert same.double().mean() > 0.99 > 0.9 > exact.double().mean()
@@ -116,13 +117,15 @@ def test_signs_are_those_of_what_was_seen(optimizer: str, name: str, tmp_path: P
         total = initial_part(accounting, book)
         for span in accounting.spans([book]):
             found = span.coefficients[book.name].operators
-            for step, gradient in step_gradients(ledger, book, span.first, span.last).items():
+            for step, gradient in step_gradients(
+                accounting.reader, book, span.first, span.last
+            ).items():
                 total = total + apply(found[step], gradient)
         whole, initial = balance(accounting, book)
         assert (total - whole).abs().max() <= 1e-12
         kept = ledger.weights(STEPS)[book.name].double()
         assert (kept - whole).norm() <= 1e-6 * (kept - initial).norm()
-        _, ratios = replayed_gradients(ledger, accounting.rule, book, 1, STEPS)
+        _, ratios = replayed_gradients(RowReader(ledger), accounting.rule, book, 1, STEPS)
         assert len(ratios) == STEPS
 
 
@@ -132,5 +135,7 @@ def test_others_are_replayed_from_the_rows(optimizer: str, tmp_path: Path) -> No
     ledger, _ = trained("linear", optimizer, 1, tmp_path / "run")
     rule = Accounting(ledger, STEPS).rule
     assert isinstance(rule, StateRule)
-    assert all(not replayed_gradients(ledger, rule, b, 1, 2)[1] for b in ledger.info.books)
+    assert all(
+        not replayed_gradients(RowReader(ledger), rule, b, 1, 2)[1] for b in ledger.info.books
+    )
     assert 1e-5 < dualform.open(tmp_path / "run").audit().remainder < 1e-2

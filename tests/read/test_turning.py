@@ -13,7 +13,7 @@ from dualform.memory.views import View
 from dualform.optimizers import Operator, Turned, apply
 from dualform.optimizers.operators import Basis, Memo
 from dualform.optimizers.operators.turned import can_turn
-from dualform.read.later import Later, share_of
+from dualform.read.samples_matrix.shared_tails import Later, share_of
 
 
 def wide(*shape: int) -> Tensor:

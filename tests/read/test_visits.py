@@ -16,11 +16,12 @@ from dualform.errors import CorruptError
 from dualform.ledger import Declaration, Ledger, Records, RunInfo, Stream
 from dualform.ledger.codecs import Exact
 from dualform.ledger.writer import Block, LedgerWriter
-from dualform.read import visits as read
-from dualform.read.grouped import Grouping
-from dualform.read.matrix import Contributions
-from dualform.read.sparse import SparseLines
-from dualform.read.visits import Visits
+from dualform.read.engine import ShardRange
+from dualform.read.grouping import Grouping
+from dualform.read.samples_matrix import visits as read
+from dualform.read.samples_matrix.matrix import SamplesMatrix
+from dualform.read.samples_matrix.sparse import SparseLines
+from dualform.read.samples_matrix.visits import Visits
 from dualform.testing import tiny_run
 
 STREAM = Stream("fc", (2,), (3,))
@@ -61,6 +62,12 @@ def written(path: Path, shards: list[Shard]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+def loaded(visits: Visits, order: list[int]) -> tuple[Tensor, Tensor]:
+    """The rows of some visits after others, keys and values."""
+    chosen = torch.tensor(order)
+    return visits.made(visits.load(chosen), 0, int(visits.records[chosen].sum()))
+
+
 @settings(deadline=None, max_examples=25)
 @given(SHARDS, st.integers(0, 1 << 16))
 def test_visits_in_any_order(
@@ -70,32 +77,29 @@ def test_visits_in_any_order(
     path, random = tmp_path_factory.mktemp("visits") / "run", Random(seed)
     expected = written(path, shards)
     ledger = Ledger(path)
-    visits = Visits(ledger, STREAM, ledger.last_step)
+    visits = Visits(ShardRange.of(ledger, 1, ledger.last_step), STREAM)
     assert visits.rows.tolist() == [len(keys) for keys, _ in expected]
     order = random.sample(range(len(expected)), random.randint(1, len(expected)))
-    parts = torch.tensor(order).split(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "GAP_BYTES", random.choice([0, 16, 1 << 30]))
         patch.setattr(read, "LARGE_BYTES", random.choice([0, 16, 1 << 30]))
-        for part, rows in zip(parts, visits.gather(parts), strict=True):
-            for side in (0, 1):
-                own = [expected[at][side].float() for at in part.tolist()]
-                assert torch.equal(rows[side], torch.cat(own))
+        for side, rows in enumerate(loaded(visits, order)):
+            assert torch.equal(rows, torch.cat([expected[at][side].float() for at in order]))
 
 
 def test_gaps_are_read_along_or_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of keys between visits 0 and 2, five between 3 and 9."""
     expected = written(tmp_path / "run", [(torch.float32, [(12, 1)])])
-    visits, order = Visits(Ledger(tmp_path / "run"), STREAM, 1), [9, 0, 3, 2, 11]
+    visits, order = Visits(ShardRange.of(Ledger(tmp_path / "run"), 1, 1), STREAM), [9, 0, 3, 2, 11]
     monkeypatch.setattr(read, "GAP_BYTES", 16)
-    ((keys, values),) = visits.gather([torch.tensor(order)])
+    keys, values = loaded(visits, order)
     assert torch.equal(keys, torch.cat([expected[at][0] for at in order]))
     assert torch.equal(values, torch.cat([expected[at][1] for at in order]))
 
 
 def test_until_a_step(tmp_path: Path) -> None:
     written(tmp_path / "run", [(torch.float32, [(2, 1), (3, 2)]), (torch.float32, [(1, 1)])])
-    visits = Visits(Ledger(tmp_path / "run"), STREAM, until=2)
+    visits = Visits(ShardRange.of(Ledger(tmp_path / "run"), 1, 2), STREAM)
     assert visits.steps.tolist() == [1, 1, 2, 2, 2]
     assert visits.samples.tolist() == [0, 1, 2, 3, 4]
     steps, samples, positions = visits.of_rows(torch.tensor([3, 0]))
@@ -110,7 +114,7 @@ def test_one_visit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     grouping = Grouping.by_sample(run.source.numbers)
 
     def columns() -> list[Tensor]:
-        matrix = Contributions(run.source.accounting, grouping)
+        matrix = SamplesMatrix(run.source.accounting, grouping)
         return [columns.values.clone() for columns in matrix.columns()]
 
     together = columns()
@@ -123,11 +127,11 @@ def test_one_visit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_that_was_cut(tmp_path: Path) -> None:
     written(tmp_path / "run", [(torch.float32, [(2, 40)])])
     ledger = Ledger(tmp_path / "run")
-    visits = Visits(ledger, STREAM, 1)
+    visits = Visits(ShardRange.of(ledger, 1, 1), STREAM)
     path = ledger.shards[0].path
     path.write_bytes(path.read_bytes()[:-600])
     with pytest.raises(CorruptError, match="ends before its arrays do"):
-        list(visits.gather([torch.tensor([0, 1])]))
+        loaded(visits, [0, 1])
 
 
 def test_lines_that_are_mostly_0() -> None:

@@ -171,8 +171,8 @@ def dicts(**columns: list[Any]) -> list[dict[str, Any]]:
 
 
 TWO = ["first", "second"]
-Labels, Names, Shown = list[Any], list[str], Any
-KINDS: dict[str, tuple[Any, Labels, Names, Shown]] = {
+Labels, Names, Displayed = list[Any], list[str], Any
+KINDS: dict[str, tuple[Any, Labels, Names, Displayed]] = {
     "tensors": (TensorDataset(X[:2], torch.tensor([0, 1])), [0, 1], [], "numbers"),
     "tensors without labels": (TensorDataset(X[:2]), [], [], "numbers"),
     "regression": (TensorDataset(X[:2], torch.rand(2, 1)), [], [], "numbers"),

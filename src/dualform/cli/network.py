@@ -73,7 +73,7 @@ def explain(
     "--method",
     default="ridge",
     show_default=True,
-    help="For comparison: accounting, tracin, fisher, ekfac.",
+    help="For comparison: accounting, tracin, fisher.",
 )
 @click.option("--damping", type=float, help="In units of the mean diagonal. Default: 3 for ridge.")
 @click.option("--rank", type=int, help="How many leading directions are kept.")

@@ -14,12 +14,12 @@ from dualform.errors import EvaluationError
 from dualform.evaluate.ranks import Ranks, correlation
 from dualform.evaluate.scores import ScoresLike, by_position
 from dualform.evaluate.truth import GroundTruth
+from dualform.read.display import Displayed, framed, matplotlib_axes
 from dualform.read.scores import Array
-from dualform.read.shown import Shown, framed, matplotlib_axes
 
 
 @dataclass(frozen=True, repr=False)
-class LDS(Shown):
+class LDS(Displayed):
     """ρ between foretold and measured outputs of the subsets, for each query, and their mean.
 
     >>> LDS(np.array([0.4, 0.6]), (0.3, 0.7), ceiling=0.8, subsets=50).mean

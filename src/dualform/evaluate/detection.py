@@ -14,14 +14,14 @@ from rich.table import Table
 from dualform.errors import EvaluationError
 from dualform.evaluate.ranks import Ranks
 from dualform.evaluate.scores import ScoresLike, matrix
+from dualform.read.display import Displayed, framed, matplotlib_axes
 from dualform.read.scores import Array, Scores
-from dualform.read.shown import Shown, framed, matplotlib_axes
 
 CHECKED = (0.01, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 
 
 @dataclass(frozen=True, repr=False)
-class Detection(Shown):
+class Detection(Displayed):
     """How well a suspicion finds the flipped samples, if the most suspicious are looked at first.
 
     >>> detection = Detection(np.array([3.0, 2.0, 1.0]), np.array([True, False, False]))

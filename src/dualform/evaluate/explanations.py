@@ -11,14 +11,14 @@ from rich.console import Group
 from rich.table import Table
 
 from dualform.errors import EvaluationError
+from dualform.read.display import Displayed, framed
 from dualform.read.scores import Array
-from dualform.read.shown import Shown, framed
 
 TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, repr=False)
-class Completeness(Shown):
+class Completeness(Displayed):
     """How far the parts of each explanation miss its total, relative to it: size only.
 
     >>> Completeness(np.array([0.001, 0.0, 0.02])).worst

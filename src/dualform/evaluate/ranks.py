@@ -13,8 +13,8 @@ from rich.table import Table
 
 from dualform.errors import EvaluationError
 from dualform.evaluate.scores import ScoresLike, matrix
+from dualform.read.display import Displayed, framed, pandas_frame
 from dualform.read.scores import Array
-from dualform.read.shown import Shown, framed, pandas_frame
 
 
 class Ranks:
@@ -76,7 +76,7 @@ def spearman(a: Array, b: Array) -> Array:
 
 
 @dataclass(frozen=True, repr=False)
-class RankCorrelation(Shown):
+class RankCorrelation(Displayed):
     """How alike methods rank the samples: the mean of ρ over the queries, methods × methods.
 
     >>> RankCorrelation(["a", "b"], np.array([[1.0, 0.5], [0.5, 1.0]])).matrix[0, 1]

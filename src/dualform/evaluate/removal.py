@@ -13,12 +13,12 @@ from rich.table import Table
 from dualform.errors import EvaluationError
 from dualform.evaluate.scores import ScoresLike, by_position
 from dualform.evaluate.workers import Ids, Job, Task, train_all
+from dualform.read.display import Displayed, framed, matplotlib_axes, signed
 from dualform.read.scores import Array, Scores
-from dualform.read.shown import Shown, framed, matplotlib_axes, signed
 
 
 @dataclass(frozen=True, repr=False)
-class Brittleness(Shown):
+class Brittleness(Displayed):
     """An output before and after samples were removed: the highest ranked, or as many at random.
 
     >>> before, after, random = np.array([2.0, 2.2]), np.array([[0.5, 0.7]]), np.array([[2.0, 2.2]])

@@ -15,12 +15,12 @@ from rich.table import Table
 
 from dualform.errors import EvaluationError
 from dualform.evaluate.ranks import spearman
+from dualform.read.display import Displayed, framed
 from dualform.read.scores import Array
-from dualform.read.shown import Shown, framed
 
 
 @dataclass(frozen=True, repr=False)
-class GroundTruth(Shown):
+class GroundTruth(Displayed):
     """Outputs of models trained on subsets: for each subset its members, and each seed's outputs.
 
     >>> members = np.array([[True, False], [False, True]])

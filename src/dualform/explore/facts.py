@@ -16,7 +16,7 @@ from dualform.explore.exhibit import Exhibit
 from dualform.ledger import Stream
 from dualform.read import Run
 from dualform.read.ask import NEEDS_MODEL, layer_places, layer_rows
-from dualform.read.shown import moment
+from dualform.read.display import moment
 
 QUESTIONS: dict[Ask, tuple[str, str]] = {
     "layer": (

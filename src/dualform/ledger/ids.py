@@ -63,14 +63,11 @@ class Ids:
 
     def numbers(self, rank: int, stored: Tensor) -> Tensor:
         """The run's numbers of samples, from those that a rank has stored."""
-        if not rank or self.strings is None:
-            return stored
-        table = self._run_numbers[rank]
-        if len(stored) and not 0 <= int(stored.min()) <= int(stored.max()) < len(table):
-            raise CorruptError(
-                f"rank {rank} has {len(table):,} ids, and samples whose numbers lie beyond them."
-            )
-        return table[stored]
+        return run_numbers(self.table(rank), rank, stored)
+
+    def table(self, rank: int) -> Tensor | None:
+        """The run's number for each of a rank's; None where they are the same."""
+        return None if not rank or self.strings is None else self._run_numbers[rank]
 
     @cached_property
     def _run_numbers(self) -> dict[int, Tensor]:
@@ -79,3 +76,14 @@ class Ids:
             rank: torch.tensor([at[name] for name in names], dtype=torch.int64)
             for rank, names in self.by_rank.items()
         }
+
+
+def run_numbers(table: Tensor | None, rank: int, stored: Tensor) -> Tensor:
+    """The run's numbers of samples by a rank's table, from those that the rank has stored."""
+    if table is None:
+        return stored
+    if len(stored) and not 0 <= int(stored.min()) <= int(stored.max()) < len(table):
+        raise CorruptError(
+            f"rank {rank} has {len(table):,} ids, and samples whose numbers lie beyond them."
+        )
+    return table[stored]

@@ -120,12 +120,12 @@ class Ledger:
     def changes(self, book: Book, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """Observed changes of a book, with their steps."""
         for shard in self.step_shards:
-            yield from _by_step(shard, book, "change", first, last)
+            yield from values_by_step(shard, book, "change", first, last)
 
     def residuals(self, book: Book, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """What the entries of a book leave of gradients, with their steps; ranks add up."""
         for shard in self.shards:
-            yield from _by_step(shard, book, "residual", first, last)
+            yield from values_by_step(shard, book, "residual", first, last)
 
     def has_residual(self, book: Book) -> bool:
         """Whether the entries of a book leave anything."""
@@ -227,7 +227,7 @@ def _column(shards: Sequence[Shard], name: str) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0)
 
 
-def _by_step(
+def values_by_step(
     shard: Shard, book: Book, kind: str, first: int, last: int
 ) -> Iterator[tuple[int, Tensor]]:
     """What a shard has of a book for some steps, each in the shape of the book."""

@@ -10,8 +10,9 @@ output's unit and β the layer's input. So a row's answer is `(α·a)(b·β)`, f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ def sides_of(view: str) -> tuple[list[int], list[int]]:
     return [int(dim) for dim in down], [int(dim) for dim in across]
 
 
+@cache
 def keeps_order(view: str) -> bool:
     """Whether the matrix has the parameter's elements in their own order, so that none moves.
 
@@ -69,6 +71,7 @@ def keeps_order(view: str) -> bool:
     return dims == sorted(dims)
 
 
+@cache
 def matrix_shape(shape: tuple[int, ...], view: str, groups: int = 1) -> tuple[int, int]:
     """Height and width of a parameter of this shape, as a matrix.
 
@@ -158,6 +161,19 @@ class Sides:
     def answers(self, question: Functional | Bilinear) -> Tensor:
         """(rows, questions): the answer of each row to each question."""
         return question.of(self)
+
+    def totals(
+        self,
+        parts: Sequence[slice],
+        coefficients: Tensor,
+        shape: tuple[int, ...],
+        view: str,
+        groups: int = 1,
+    ) -> list[Tensor]:
+        """`Σ c a ⊗ b` over each of some parts of the rows, as parameters of this shape."""
+        size = matrix_shape(shape, view, groups)
+        found = [self[part].total(coefficients[part], size) for part in parts]
+        return [from_matrix(matrix, shape, view, groups) for matrix in found]
 
     def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`Σ c a ⊗ b` over the rows, as a float64 matrix of this shape."""

@@ -23,13 +23,8 @@ from dualform.optimizers.operators import (
     Question,
     Sided,
     Turned,
-    Value,
-    added,
     along,
     apply,
-    as_operator,
-    plus,
-    times,
 )
 from dualform.optimizers.radam import RAdamRule
 from dualform.optimizers.rmsprop import RMSpropRule
@@ -37,24 +32,31 @@ from dualform.optimizers.rprop import RpropRule
 from dualform.optimizers.rule import (
     BY_ROW,
     OBSERVED,
-    STILL,
     UNTOUCHED,
     Coefficients,
     History,
-    Hyper,
-    Pair,
     Rule,
     ScalarRule,
     State,
     StateRule,
-    Step,
-    Transition,
-    as_tensor,
-    walk_back,
 )
 from dualform.optimizers.sgd import SGDRule
 from dualform.optimizers.shampoo import ShampooRule
 from dualform.optimizers.soap import SOAPRule
+from dualform.optimizers.steps import (
+    STILL,
+    Hyper,
+    Pair,
+    Step,
+    Transition,
+    Value,
+    added,
+    as_operator,
+    as_tensor,
+    plus,
+    times,
+    walk_back,
+)
 
 RULES: tuple[Rule, ...] = (
     SGDRule(),

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.optimizers.adam import inverse_root
-from dualform.optimizers.descent import Descent
 from dualform.optimizers.options import count, kept
-from dualform.optimizers.rule import Hyper, State, StateRule, Step
+from dualform.optimizers.rule import State, StateRule
+from dualform.optimizers.steps import Descent, Hyper, Step
 
 
 class AdagradRule(StateRule):

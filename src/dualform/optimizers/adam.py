@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dualform.optimizers.descent import Descent
 from dualform.optimizers.options import clock, count, flat, kept
-from dualform.optimizers.rule import Hyper, Pair, State, StateRule, Step
+from dualform.optimizers.rule import State, StateRule
+from dualform.optimizers.steps import Descent, Hyper, Pair, Step
 
 
 def adam_fields(*own: str) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from dualform.optimizers.descent import Descent
 from dualform.optimizers.options import count, flat, kept, rounded
-from dualform.optimizers.rule import Hyper, State, StateRule, Step
+from dualform.optimizers.rule import State, StateRule
+from dualform.optimizers.steps import Descent, Hyper, Step
 
 
 class ASGDRule(StateRule):

@@ -10,13 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.optimizers.options import flat, kept
-from dualform.optimizers.rule import (
-    Hyper,
-    State,
-    StateRule,
-    Step,
-    Transition,
-)
+from dualform.optimizers.rule import State, StateRule
+from dualform.optimizers.steps import Hyper, Step, Transition
 from dualform.private import first_lr_of
 
 KNOWN = ("lion_pytorch.lion_pytorch", "lion_pytorch.foreach")

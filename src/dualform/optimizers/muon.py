@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.optimizers.descent import Descent
 from dualform.optimizers.operators import Sided, apply
 from dualform.optimizers.options import flat
-from dualform.optimizers.rule import Hyper, State, StateRule, Step
+from dualform.optimizers.rule import State, StateRule
+from dualform.optimizers.steps import Descent, Hyper, Step
 
 ADJUSTMENTS = {None: 0.0, "original": 0.0, "match_rms_adamw": 1.0}
 """What `adjust_lr_fn` is called, as a number; any other adjusts nothing."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dualform.optimizers.adam import AdamLike, adam_fields, inverse_root
 from dualform.optimizers.options import clock, kept, rounded
-from dualform.optimizers.rule import Hyper, Pair, State
+from dualform.optimizers.rule import State
+from dualform.optimizers.steps import Hyper, Pair
 
 
 class NAdamRule(AdamLike):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from dualform.optimizers.rule import STILL, Hyper, ScalarRule, Transition
+from dualform.optimizers.rule import ScalarRule
+from dualform.optimizers.steps import STILL, Hyper, Transition
 
 
 class ObservedRule(ScalarRule):

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.optimizers.rule import Hyper, State
+from dualform.optimizers.rule import State
+from dualform.optimizers.steps import Hyper
 
 
 def flat(group: Mapping[str, Any], **more: Any) -> dict[str, Any]:

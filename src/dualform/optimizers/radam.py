@@ -7,9 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from dualform.optimizers.adam import AdamLike, inverse_root
-from dualform.optimizers.operators import Coefficient, times
+from dualform.optimizers.operators import Coefficient
 from dualform.optimizers.options import clock
-from dualform.optimizers.rule import Hyper, Pair, State
+from dualform.optimizers.rule import State
+from dualform.optimizers.steps import Hyper, Pair, times
 
 
 class RAdamRule(AdamLike):

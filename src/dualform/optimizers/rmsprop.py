@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from dualform.optimizers.adam import average_square, inverse_root
-from dualform.optimizers.descent import Descent
-from dualform.optimizers.rule import Hyper, State, StateRule, Step
+from dualform.optimizers.rule import State, StateRule
+from dualform.optimizers.steps import Descent, Hyper, Step
 
 
 class RMSpropRule(StateRule):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.optimizers.descent import Descent
 from dualform.optimizers.options import flat
-from dualform.optimizers.rule import Hyper, State, StateRule, Step
+from dualform.optimizers.rule import State, StateRule
+from dualform.optimizers.steps import Descent, Hyper, Step
 
 
 class RpropRule(StateRule):

@@ -20,94 +20,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.optimizers.operators import Coefficient, Value, added, plus, times
+from dualform.optimizers.steps import SEEN, STILL, Hyper, Step, Transition, walk_back
 
 UNTOUCHED, BY_ROW, OBSERVED = 0, 1, 2
 """How a step treated a book: left it alone, booked it by row, or booked its observed change."""
 
-Hyper: TypeAlias = Mapping[str, float]
-"""The hyper-parameters of a step, by name."""
 State: TypeAlias = dict[str, Tensor]
 """What an optimizer remembers of one parameter, by name."""
-Pair: TypeAlias = tuple[Coefficient, Coefficient]
-
-
-class Step(ABC):
-    """One step of `(W, b)`, linear in both and in the gradient."""
-
-    @abstractmethod
-    def forward(self, W: Tensor, b: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """What the step makes of a parameter and its buffer."""
-
-    @abstractmethod
-    def carry(self, W: Value, b: Value) -> tuple[Value, Value]:
-        """What it would make of them without its gradient; 0.0 stands for nothing at all."""
-
-    @abstractmethod
-    def backward(self, r: Pair) -> tuple[Coefficient, Pair]:
-        """The coefficient of this step's gradient, and `r` for the step before it."""
-
-    def in_the_end(self) -> Coefficient:
-        """`n_W + n_b M_Wb / (1 − M_bb)`: what becomes of a gradient if all steps are alike.
-
-        >>> Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0)).in_the_end()
-        -0.2
-        """
-        on_W, (_, from_buffer) = self.backward((1.0, 0.0))
-        on_b, (_, kept) = self.backward((0.0, 1.0))
-        if not isinstance(kept, float) or kept >= 1:
-            return on_W
-        return plus(on_W, times(times(on_b, from_buffer), 1 / (1 - kept)))
-
-
-@dataclass(frozen=True)
-class Transition(Step):
-    """A step written out: `z_t = M z_{t-1} + n g_t`, rows W and b.
-
-    >>> import torch
-    >>> momentum = Transition(((1.0, -0.05), (0.0, 0.5)), (-0.1, 1.0))
-    >>> momentum.forward(torch.ones(1), torch.ones(1), torch.ones(1))
-    (tensor([0.8500]), tensor([1.5000]))
-    >>> momentum.carry(torch.ones(1), 0.0)
-    (tensor([1.]), 0.0)
-    """
-
-    M: tuple[Pair, Pair]
-    n: Pair
-
-    def forward(self, W: Tensor, b: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """`M z + n g`."""
-        on_W, on_b = self.n
-        moved, carried = self.carry(W, b)
-        found = added(moved, on_W, gradient), added(carried, on_b, gradient)
-        return as_tensor(found[0], W), as_tensor(found[1], b)
-
-    def carry(self, W: Value, b: Value) -> tuple[Value, Value]:
-        """`M z`."""
-        (WW, Wb), (bW, bb) = self.M
-        return added(added(0.0, WW, W), Wb, b), added(added(0.0, bW, W), bb, b)
-
-    def backward(self, r: Pair) -> tuple[Coefficient, Pair]:
-        """`H = r · n`, and `r M`."""
-        (WW, Wb), (bW, bb) = self.M
-        return _dot(r, self.n), (_dot(r, (WW, bW)), _dot(r, (Wb, bb)))
-
-
-def as_tensor(value: Value, like: Tensor) -> Tensor:
-    """The value, zeros where it is nothing.
-
-    >>> as_tensor(0.0, torch.ones(2))
-    tensor([0., 0.])
-    """
-    return value if isinstance(value, Tensor) else torch.full_like(like, value)
-
-
-def _dot(r: Pair, column: Pair) -> Coefficient:
-    return plus(times(r[0], column[0]), times(r[1], column[1]))
-
-
-STILL = Transition(((1.0, 0.0), (0.0, 1.0)), (0.0, 0.0))
-SEEN = Transition(((1.0, 0.0), (0.0, 1.0)), (1.0, 0.0))
 
 
 def is_from_torch(optimizer: Optimizer, name: str) -> bool:
@@ -310,21 +229,3 @@ class StateRule(Rule):
         is then kept.
         """
         return False
-
-
-def walk_back(
-    transitions: Sequence[Step], r: Pair, shares: Sequence[float]
-) -> tuple[list[Coefficient], Pair]:
-    """The coefficients of some consecutive steps, and `r` before the first of them.
-
-    `shares` says how much the parameter after each step counts: for `W_T`, 1 after the last.
-
-    >>> halving = Transition(((0.5, 0.0), (0.0, 1.0)), (-0.1, 0.0))
-    >>> walk_back([halving, halving], (0.0, 0.0), [0.0, 1.0])
-    ([-0.05, -0.1], (0.25, 0.0))
-    """
-    found: list[Coefficient] = []
-    for transition, share in zip(reversed(transitions), reversed(shares), strict=True):
-        coefficient, r = transition.backward((plus(r[0], share), r[1]))
-        found.append(coefficient)
-    return found[::-1], r

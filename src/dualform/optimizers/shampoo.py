@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.optimizers.descent import Descent
 from dualform.optimizers.operators import Modewise
 from dualform.optimizers.package import is_packaged, option, packed, second_moment, unpacked
-from dualform.optimizers.rule import Hyper, State, StateRule, Step
+from dualform.optimizers.rule import State, StateRule
+from dualform.optimizers.steps import Descent, Hyper, Step
 
 AGAIN = "divides again what earlier steps have divided"
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.optimizers.descent import Descent
 from dualform.optimizers.operators import Basis, Coefficient, Turned, along, apply
 from dualform.optimizers.options import flat
 from dualform.optimizers.package import is_packaged, option, packed, second_moment, unpacked
-from dualform.optimizers.rule import STILL, Hyper, State, StateRule, Step
+from dualform.optimizers.rule import State, StateRule
+from dualform.optimizers.steps import STILL, Descent, Hyper, Step
 
 
 class SOAPRule(StateRule):

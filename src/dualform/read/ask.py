@@ -13,17 +13,17 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from dualform.errors import ReadingError
 from dualform.ledger.samples import SampleId
 from dualform.read.explain import TOLERANCE, ask_all, by_layer
-from dualform.read.grouped import Grouping
+from dualform.read.grouping import ByCell, Grouping
 from dualform.read.outputs import logits, model_outputs, model_places, usual_places
 from dualform.read.questions import layer_output
 from dualform.read.removal import less
 from dualform.read.run import Run
-from dualform.read.scan import Scan, places
+from dualform.read.scan import count_rows, places
 from dualform.read.scores import Array, Check, Scores
 from dualform.read.spotlight import Reading, unknown_layer
 from dualform.read.spotlight import nothing_by_row as nothing_by_row
@@ -162,18 +162,12 @@ def positions(
     numbers, bins = run.source.numbers, run.bins
     count = places(run.source.ledger, run.info.stream(reading.layer))
     first, last = span or (0, len(bins) - 1)
-    rest = len(chosen)
-    rows = torch.full((len(numbers),), rest)
-    rows[list(chosen)] = torch.arange(len(chosen))
-
-    def group(steps: Tensor, samples: Tensor, at: Tensor) -> Tensor:
-        row = rows[torch.searchsorted(numbers, samples.long())]
-        when = bins.by_step(steps)
-        row = torch.where((when >= first) & (when <= last), row, rest)
-        return row * count + at.clamp_max(count - 1)
-
-    sums = reading.sums(Grouping((len(chosen) + 1) * count, group))[:, 0]
-    return sums.reshape(-1, count)[:-1]
+    lines = torch.full((len(numbers),), -1)
+    lines[list(chosen)] = torch.arange(len(chosen))
+    when = bins.by_step(torch.arange(run.steps + 1))
+    counted = torch.where((when >= first) & (when <= last), 0, -1)
+    cells = ByCell(numbers, lines, counted, bins=1, positions=count)
+    return reading.sums(cells)[:-1, 0].reshape(-1, count)
 
 
 def effects(run: Run, model: nn.Module, x: Any, count: int) -> tuple[Array, NDArray[np.int64]]:
@@ -225,7 +219,7 @@ def errors(run: Run) -> RowErrors:
 
 def layer_rows(run: Run, layer: str) -> int:
     """How many rows a layer left up to the step that is read."""
-    return Scan(run.source.ledger, run.info.stream(layer), run.steps).rows
+    return count_rows(run.source.ledger, run.info.stream(layer), run.steps)
 
 
 def layer_places(run: Run, layer: str) -> int:
@@ -354,13 +348,8 @@ def _one_number(question: Question) -> Any:
 def _by_sample_and_bin(run: Run, position: int | None = None) -> Grouping:
     """Rows by sample and part of training; those at other positions go into a last group."""
     numbers, bins = run.source.numbers, run.bins
-    rest = len(numbers) * len(bins)
-
-    def group(steps: Tensor, samples: Tensor, at: Tensor) -> Tensor:
-        found = torch.searchsorted(numbers, samples.long()) * len(bins) + bins.by_step(steps)
-        return found if position is None else torch.where(at == position, found, rest)
-
-    return Grouping(rest + 1, group)
+    when = bins.by_step(torch.arange(run.steps + 1))
+    return ByCell(numbers, torch.arange(len(numbers)), when, len(bins), only=position)
 
 
 def _cells(run: Run, sums: Array) -> Array:

@@ -16,8 +16,9 @@ from dualform.ledger import Book, Ledger
 from dualform.memory.forms import form_named
 from dualform.optimizers import BY_ROW
 from dualform.read.coefficients import Accounting
-from dualform.read.scan import Scan, shards_of, stored_arrays
-from dualform.read.shown import Shown, columns, framed, pandas_frame
+from dualform.read.display import Displayed, columns, framed, pandas_frame
+from dualform.read.engine import Engine, ShardRange
+from dualform.read.scan import count_rows, stored_arrays
 from dualform.read.weights import balance, gross_part, residual_part
 
 ROUNDING = "it changed by no more than rounding: the remainder is relative to what was added up"
@@ -64,7 +65,7 @@ class BookAudit:
 
 
 @dataclass(frozen=True, repr=False)
-class Audit(Shown):
+class Audit(Displayed):
     """The remainder of every book, `‖W_T − books‖ / ‖W_T − c0 W_0‖`, where W_T was kept.
 
     >>> line = BookAudit("fc.weight", (2, 3), "row", 640, 3e-8, 12800)
@@ -172,10 +173,16 @@ class Audit(Shown):
         )
 
 
-def make_audit(ledger: Ledger, until: int, device: torch.device | str = "cpu") -> Audit:
+def make_audit(
+    ledger: Ledger,
+    until: int,
+    device: torch.device | str = "cpu",
+    engine: Engine | None = None,
+) -> Audit:
     """Adds every book up and compares it with the weights that were kept."""
     measured = max(step for step in ledger.kept_steps if step <= until)
-    accounting, latest = Accounting(ledger, measured, device), Accounting(ledger, until)
+    accounting = Accounting(ledger, measured, device, (), engine)
+    latest = Accounting(ledger, until)
     kept, lines = ledger.kept(measured), []
     for book in ledger.info.books:
         found = _measure(accounting, book, kept.read(book.name).double())
@@ -234,7 +241,7 @@ def _line(
     granularity = accounting.granularity(book)
     notes = [note["reason"] for note in ledger.notes if note["book"] == book.name]
     reason = (notes[0] if notes else book.reason) if "step" in granularity else ""
-    rows = sum(Scan(ledger, ledger.info.stream(name), until).rows for name in book.terms)
+    rows = sum(count_rows(ledger, ledger.info.stream(name), until) for name in book.terms)
     return BookAudit(
         book.name, book.shape, granularity, rows, remainder, _bytes(ledger, book), reason
     )
@@ -246,8 +253,9 @@ def _bytes(ledger: Ledger, book: Book) -> int:
     arrays = {
         f"{stream.name}/{array}"
         for stream in own
-        for shard in shards_of(ledger, stream, 1, ledger.last_step)
-        for array in [*stored_arrays(shard, stream), *["shared"] * bool(stream.shared)]
+        for shard in ShardRange.of(ledger, 1, ledger.last_step)
+        if shard.holds(stream.name)
+        for array in [*stored_arrays(shard.shard, stream), *["shared"] * bool(stream.shared)]
     }
     by_step = (f"{book.name}/changes", f"{book.name}/residuals")
     return sum(ledger.array_bytes(name) for name in [*arrays, *by_step])

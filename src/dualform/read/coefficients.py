@@ -28,6 +28,7 @@ from dualform.optimizers import (
     plus,
     rule_named,
 )
+from dualform.read.engine import Engine, RowReader, Threads
 from dualform.read.replay import Replay, spans_of
 from dualform.read.scan import Chunk
 
@@ -107,8 +108,11 @@ class Accounting:
         until: int,
         device: torch.device | str = "cpu",
         shares: Sequence[float] = (),
+        engine: Engine | None = None,
     ) -> None:
         self.ledger, self.until, self.device = ledger, until, device
+        self.reader = RowReader(ledger, device, engine or Threads())
+        """Reads the rows."""
         self.shares = [*shares] or [*[0.0] * until, 1.0]
         """How much the parameters after each step count: a mean, or only the last of them."""
         self.rule = rule_named(ledger.info.rule)
@@ -219,9 +223,7 @@ class Accounting:
 
     def _replay(self, book: Book, spans: Sequence[tuple[int, int]]) -> Replay:
         rule, factors = self.rule.replayed, self.factors(book).tolist()
-        return Replay(
-            self.ledger, rule, book, self.history(book), factors, spans, self.shares, self.device
-        )
+        return Replay(self.reader, rule, book, self.history(book), factors, spans, self.shares)
 
 
 def _by_book(hyper: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from threading import get_ident
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from dualform.ledger import Book, Ledger
+from dualform.ledger import Book, Ledger, Stream
 from dualform.ledger.samples import Label, SampleId
-from dualform.memory.blocks import as_matrix
+from dualform.memory.blocks import Bilinear, as_matrix
 from dualform.optimizers import Memo, Question
-from dualform.read.coefficients import Accounting, Span
+from dualform.read.coefficients import Accounting, Span, StepCoefficients, StepNumbers
+from dualform.read.engine import Fold, RowReader, Scratch, ShardRange
+from dualform.read.engine.interface import Partial
+from dualform.read.grouping import Grouping
 from dualform.read.questions import functional, seen_as
-from dualform.read.scan import Chunk, Scan, row_sides
+from dualform.read.scan import Chunk, chunks, row_sides
+from dualform.read.scores import Array
+
+NO_STEPS = Span(1, 0, {})
 
 
 @dataclass(frozen=True)
@@ -35,15 +42,204 @@ class Source:
     labels: Mapping[SampleId, Label]
     device: torch.device | str = "cpu"
 
+    @property
+    def reader(self) -> RowReader:
+        """Reads the rows."""
+        return self.accounting.reader
 
-class LayerRows:
-    """The rows behind one layer's parameters: all uses of them, wherever they are.
 
-    Iterating gives chunks with each row's contribution to the queries' outputs.
+@dataclass(frozen=True)
+class RowQuestions:
+    """What is asked of every row that feeds some books; plain data."""
+
+    books: tuple[Book, ...]
+    fed_by: tuple[Stream, ...]
+    asked: Mapping[tuple[str, str], Question]
+    """What is asked of a book as a stream sees it, by the names of both."""
+    device: torch.device | str = "cpu"
+    memos: Scratch = field(default_factory=Scratch)
+    """What operators keep of a question, for each book and stream."""
+
+    @classmethod
+    def of(
+        cls,
+        accounting: Accounting,
+        books: Sequence[Book],
+        question: Callable[[Book, str], Question],
+    ) -> RowQuestions:
+        """Questions to some books; `question` makes one, of a book as a stream sees it."""
+        names = {name for book in books for name in book.terms}
+        streams = tuple(s for s in accounting.ledger.info.streams if s.name in names)
+        asked = {
+            (book.name, stream.name): question(book, stream.name)
+            for stream in streams
+            for book in books
+            if stream.name in book.terms
+        }
+        return cls(tuple(books), streams, asked, accounting.device)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.asked.values()))) if self.asked else 0
+
+    def answers(self, shard: ShardRange, span: Span) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
+        """A shard's rows in chunks, with their answers (rows, questions) by book."""
+        for stream in self.fed_by:
+            fed = [book for book in self.books if stream.name in book.terms]
+            for chunk in chunks(shard, stream, self.device):
+                found = {}
+                for book in fed:
+                    key, term = (book.name, stream.name), book.terms[stream.name]
+                    memo: Memo = self.memos.get((get_ident(), *key), dict)
+                    found[book.name] = span.coefficients[book.name].answers(
+                        self.asked[key], chunk, row_sides(chunk, term), seen_as(book, term), memo
+                    )
+                yield chunk, found
+
+
+@dataclass(frozen=True)
+class AnswerFold(Fold[Partial]):
+    """A fold over the answers of rows, as some steps made them count."""
+
+    rows: RowQuestions
+    span: Span = NO_STEPS
+
+    @property
+    def device(self) -> torch.device | str:  # type: ignore[override]
+        """Where the rows are multiplied."""
+        return self.rows.device
+
+    @property
+    def streams(self) -> list[str]:
+        """Those that feed the books."""
+        return [stream.name for stream in self.rows.fed_by]
+
+    def over(self, accounting: Accounting, spans: Iterable[Span] | None = None) -> Partial:
+        """The result of all rows, span by span.
+
+        Args:
+            spans: how much each step's rows count; by default, as the optimizer made them count.
+        """
+        partial = self.start()
+        for span in accounting.spans(self.rows.books) if spans is None else spans:
+            fold = replace(self, span=span)
+            partial = accounting.reader.reduce(fold, span.last, span.first, partial)
+        return partial
+
+
+Sums: TypeAlias = dict[str, list[Tensor]]
+"""(groups, questions) for each grouping; by book, or under "" for all of them together."""
+
+
+@dataclass(frozen=True)
+class AnswerSums(AnswerFold[Sums]):
+    """The answers of rows, summed by group."""
+
+    groupings: tuple[Grouping, ...] = ()
+    by_book: bool = False
+    """Whether each book has sums of its own."""
+
+    def start(self) -> Sums:
+        """Zeros."""
+        names = [book.name for book in self.rows.books] if self.by_book else [""]
+        return {name: [self._zeros(grouping) for grouping in self.groupings] for name in names}
+
+    def _zeros(self, grouping: Grouping) -> Tensor:
+        shape = (grouping.count, len(self.rows))
+        return torch.zeros(shape, dtype=torch.float64, device=self.device)
+
+    def fold(self, partial: Sums, shard: ShardRange) -> Sums:
+        """Adds the answers of a shard's rows to their groups."""
+        for chunk, found in self.rows.answers(shard, self.span):
+            if not self.by_book:
+                found = {"": reduce(Tensor.add_, found.values())}
+            groups = [grouping.of_chunk(chunk) for grouping in self.groupings]
+            for name, answers in found.items():
+                wide = answers.double()
+                for total, numbers in zip(partial[name], groups, strict=True):
+                    total.index_add_(0, numbers, wide)
+        return partial
+
+    def merge(self, one: Sums, other: Sums) -> Sums:
+        """The sums of both."""
+        for name, sums in one.items():
+            for total, more in zip(sums, other[name], strict=True):
+                total += more
+        return one
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of all sums."""
+        books = len(self.rows.books) if self.by_book else 1
+        return 8 * books * len(self.rows) * sum(grouping.count for grouping in self.groupings)
+
+
+@dataclass(frozen=True)
+class LargestRows(AnswerFold["Largest"]):
+    """The k rows of largest size for each question."""
+
+    k: int = 1
+    numbers: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    """(samples,): the stored ids that occur, sorted."""
+
+    def start(self) -> Largest:
+        """None so far."""
+        return Largest(self.k, len(self.rows))
+
+    def fold(self, partial: Largest, shard: ShardRange) -> Largest:
+        """Looks at the rows of a shard."""
+        for chunk, found in self.rows.answers(shard, self.span):
+            samples = torch.searchsorted(self.numbers.to(chunk.samples.device), chunk.samples)
+            partial.add(reduce(Tensor.add_, found.values()), chunk, samples)
+        return partial
+
+    def merge(self, one: Largest, other: Largest) -> Largest:
+        """The largest of both."""
+        return one.joined(other)
+
+
+def row_sums(
+    accounting: Accounting,
+    directions: Mapping[str, Tensor],
+    grouping: Grouping,
+    books: Sequence[Book] | None = None,
+    numbers: Mapping[str, Tensor] | None = None,
+) -> dict[str, Array]:
+    """(groups, queries) for each book: `⟨D, H (a ⊗ b)⟩` over the rows of each group.
+
+    Every row is asked by itself; `samples_matrix` puts the rows of a group together first.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, model, x = tiny_run()
+    >>> accounting, grouping = run.source.accounting, Grouping.by_step(run.steps)
+    >>> directions = {name: weight[None] for name, weight in run.state_dict().items()}
+    >>> row_sums(accounting, directions, grouping)["2.bias"].shape
+    (7, 1)
+
+    Args:
+        numbers: (steps + 1,) for each book, how much a row counts by its step; by default, as the
+            optimizer made it count.
     """
 
+    def question(book: Book, stream: str) -> Question:
+        term = book.terms[stream]
+        seen = [as_matrix(d, term.view, term.groups) for d in directions[book.name].cpu()]
+        return Bilinear(torch.stack(seen))
+
+    chosen = [book for book in (books or accounting.ledger.info.books) if book.terms]
+    fold = AnswerSums(RowQuestions.of(accounting, chosen, question), NO_STEPS, (grouping,), True)
+    spans = None
+    if numbers is not None:
+        given: dict[str, StepCoefficients] = {
+            name: StepNumbers(by_step) for name, by_step in numbers.items()
+        }
+        spans = [Span(1, accounting.until, given)]
+    return {name: sums[0].cpu().numpy() for name, sums in fold.over(accounting, spans).items()}
+
+
+class LayerRows:
+    """The rows behind one layer's parameters: all uses of them, wherever they are."""
+
     def __init__(self, source: Source, layer: str, keys: Tensor, directions: Tensor) -> None:
-        self.source = source
         info = source.ledger.info
         self.terms = info.terms_of(layer)
         """The layer's own terms."""
@@ -53,6 +249,10 @@ class LayerRows:
             book.name: functional(book, self.terms[book.name], keys, directions, units)
             for book in self._books
         }
+        self.asked = RowQuestions.of(
+            source.accounting, self._books, lambda book, _: self._questions[book.name]
+        )
+        """What the queries ask of each row."""
 
     def applied(self, part: Callable[[Book], Tensor]) -> Tensor:
         """(queries,): the answers of a part of each parameter, summed."""
@@ -63,46 +263,6 @@ class LayerRows:
                 for term in [self.terms[book.name]]
             ]
         ).sum(0)
-
-    def __iter__(self) -> Iterator[tuple[Chunk, Tensor]]:
-        """Chunks, and the contributions (rows, queries) in the precision of the rows."""
-        accounting = self.source.accounting
-        found = row_answers(accounting, self._books, lambda book, _: self._questions[book.name])
-        for chunk, parts in found:
-            yield chunk, functools.reduce(torch.Tensor.add_, parts.values())
-
-    def sample_index(self, chunk: Chunk) -> Tensor:
-        """Each row's sample as a position in `source.ids`."""
-        return torch.searchsorted(self.source.numbers.to(chunk.samples.device), chunk.samples)
-
-
-def row_answers(
-    accounting: Accounting,
-    books: Sequence[Book],
-    question: Callable[[Book, str], Question],
-    spans: Iterable[Span] | None = None,
-) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
-    """All rows that feed some books, in chunks, with their answers (rows, questions) by book.
-
-    Args:
-        question: what is asked of a book, as the stream of this name sees it.
-        spans: how much each step's rows count; by default, as the optimizer made them count.
-    """
-    memos: dict[tuple[str, str], Memo] = defaultdict(dict)
-    ledger, device = accounting.ledger, accounting.device
-    for span in accounting.spans(books) if spans is None else spans:
-        for stream in ledger.info.streams:
-            asked = {b.name: question(b, stream.name) for b in books if stream.name in b.terms}
-            fed = [book for book in books if book.name in asked]
-            scan = Scan(ledger, stream, span.last, device, span.first)
-            for chunk in scan if fed else ():
-                found = {}
-                for book in fed:
-                    term, memo = book.terms[stream.name], memos[book.name, stream.name]
-                    found[book.name] = span.coefficients[book.name].answers(
-                        asked[book.name], chunk, row_sides(chunk, term), seen_as(book, term), memo
-                    )
-                yield chunk, found
 
 
 def _units(directions: Tensor) -> Tensor | None:
@@ -140,6 +300,12 @@ class Largest:
         self._kept = torch.cat([self._kept, torch.stack([f.double().cpu() for f in found], 1)])
         if len(self._kept) > 4 * self._k * self._queries:
             self._prune()
+
+    def joined(self, other: Largest) -> Largest:
+        """With the rows that were found elsewhere."""
+        self._kept = torch.cat([self._kept, other._kept])
+        self._prune()
+        return self
 
     def result(self) -> Tensor:
         """(found, 5): query, value, sample, step, position; by query, largest first."""

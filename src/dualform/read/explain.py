@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from dualform.errors import ReadingError
 from dualform.ledger import Book
 from dualform.ledger.samples import SampleId
-from dualform.read.contributions import Source
-from dualform.read.cost import work_of
-from dualform.read.grouped import Grouping
-from dualform.read.matrix import Contributions, times
+from dualform.read.contributions import Source, row_sums
+from dualform.read.grouping import Grouping
 from dualform.read.path import LineGradients, along_line
-from dualform.read.rowwise import row_sums
+from dualform.read.samples_matrix.cost import work_of
+from dualform.read.samples_matrix.matrix import SamplesMatrix, times
 from dualform.read.scan import places
 from dualform.read.scores import Array, Check, Scores
 from dualform.read.targets import Asked, Target
@@ -60,7 +59,7 @@ class Questions:
         queries = len(next(iter(self.directions.values())))
         if accounting.turns or work_of(accounting, grouping, asked).row_by_row(queries):
             return row_sums(accounting, self.directions, grouping, asked)
-        found = times(Contributions(accounting, grouping, asked), self.directions)
+        found = times(SamplesMatrix(accounting, grouping, asked), self.directions)
         return {name: part.numpy() for name, part in found.items()}
 
     def total(self, sums: Mapping[str, Array], grouping: Grouping) -> Array:
@@ -147,7 +146,7 @@ class Explanation(Scores):
         """Contributions summed by "step" or by "epoch"."""
         until = self._source.until
         steps = self.sums(Grouping.by_step(until))[1:]
-        return make_timeline(self._source.ledger, steps, by, self.queries, self.check)
+        return make_timeline(self._source.reader, steps, by, self.queries, self.check)
 
     def sums(self, grouping: Grouping, layer: str | None = None) -> Array:
         """(groups, queries): contributions summed over the rows of each group; one scan.

@@ -19,7 +19,8 @@ from dualform.ledger import Book
 from dualform.ledger.format import BUFFER
 from dualform.optimizers import BY_ROW, Hyper, StateRule, Value, added, as_tensor
 from dualform.read.coefficients import Accounting
-from dualform.read.replay import Moment, kept_moment, replayed_gradients, step_gradients
+from dualform.read.replay import Moment, kept_moment, replayed_gradients
+from dualform.read.step_gradients import step_gradients
 
 BLOCK = 1 << 15
 """So many elements are replayed at a time by each core of a processor: they fit its cache."""
@@ -143,12 +144,11 @@ class Forward:
         by_row = [t for t in numbers if self._history.states[t - 1] == BY_ROW]
         if not by_row:
             return {}, {}
-        ledger, book, device = self._accounting.ledger, self._book, self._accounting.device
-        place = (book, by_row[0], by_row[-1], device)
-        gradients, ratios = replayed_gradients(ledger, self._rule, *place)
+        reader, place = self._accounting.reader, (self._book, by_row[0], by_row[-1])
+        gradients, ratios = replayed_gradients(reader, self._rule, *place)
         if self._samples is None:
             return self._scaled(by_row, gradients, {}), {}
-        chosen = step_gradients(ledger, *place, self._samples)
+        chosen = step_gradients(reader, *place, self._samples)
         return self._scaled(by_row, gradients, {}), self._scaled(by_row, chosen, ratios)
 
     def _scaled(
@@ -165,8 +165,7 @@ class Forward:
 
     def _kept(self, step: int) -> list[Moment]:
         """What was kept of a step, block by block."""
-        accounting = self._accounting
-        kept = kept_moment(accounting.ledger, self._rule, self._book, step, accounting.device)
+        kept = kept_moment(self._accounting.reader, self._rule, self._book, step)
         W, b = self._split(kept.W), self._split(kept.b)
         state = {name: self._split(value, len(W)) for name, value in kept.state.items()}
         return [

@@ -36,7 +36,7 @@ from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
 from dualform.memory.views import Region
-from dualform.read.grouped import add_segments
+from dualform.read.samples_matrix.group_sums import add_segments
 from dualform.read.targets import Asked, Parameters
 
 PENDING_BYTES = 64 << 20
@@ -238,8 +238,8 @@ class Gradients:
 
         try:
             with _differentiable():
-                with Watching(self._find, kinds(), take):
-                    output = self._asked.output(self._model, queries)
+                watching = Watching(self._find, kinds(), take)
+                output = self._asked.output(self._model, queries, watching)
                 value = self._asked.asked_of(output, queries).sum()
             self._backward(value)
             return parts

@@ -18,21 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import ReadingError, UnknownSampleError
-from dualform.ledger import Book
-from dualform.read.columns import longest
 from dualform.read.contributions import Source
 from dualform.read.explain import ends, query_batches
-from dualform.read.factors import EigenBases, ekfac
 from dualform.read.gradients import Gradients
-from dualform.read.grouped import Grouping
-from dualform.read.matrix import Contributions, Turn, Weighing, times
-from dualform.read.natural import Natural
+from dualform.read.grouping import Grouping
 from dualform.read.path import trapezoid
 from dualform.read.ridge import Lines, check_memory
+from dualform.read.samples_matrix.columns import longest
+from dualform.read.samples_matrix.folds import StepWeights
+from dualform.read.samples_matrix.matrix import SamplesMatrix, times
+from dualform.read.samples_matrix.optimizer_metric import OptimizerMetric
 from dualform.read.scores import Scores
 from dualform.read.spotlight import nothing_by_row
 from dualform.read.targets import Asked, Parameters, Target
-from dualform.read.visits import Visits
 
 PANELS = 4
 """Between how many equal parts of the line gradients are averaged: more would change little."""
@@ -90,7 +88,6 @@ class Influencer:
         self._methods: dict[str, tuple[float, Callable[[Call], Tensor]]] = {
             "ridge": (3.0, self._ridge),
             "fisher": (1.0, self._fisher),
-            "ekfac": (0.1, self._ekfac),
             "tracin": (0.0, self._tracin),
             "accounting": (0.0, self._accounting),
         }
@@ -153,15 +150,15 @@ class Influencer:
     def _ridge(self, call: Call) -> Tensor:
         first, last = ends(call.model, self._source)
         directions = trapezoid(call.asked, first, last, call.queries, PANELS)
-        solved = call.lines.solve(self._natural, directions, call.damping)
+        solved = call.lines.solve(self._metric, directions, call.damping)
         return solved * (OWN / call.lines.left(call.damping))
 
     @cached_property
-    def _natural(self) -> Natural:
-        return Natural(self._source.accounting, Grouping.by_sample(self._source.numbers))
+    def _metric(self) -> OptimizerMetric:
+        return OptimizerMetric(self._source.accounting, Grouping.by_sample(self._source.numbers))
 
     def _fisher(self, call: Call) -> Tensor:
-        matrix = self._matrix(self._last_visits)
+        matrix = self._matrix().of_last_visits()
         return call.lines.solve(matrix, self._gradients(call), call.damping)
 
     def _accounting(self, call: Call) -> Tensor:
@@ -179,34 +176,23 @@ class Influencer:
             parts.append(_products(self._matrix(self._rates(begin, end)), directions))
         return torch.stack(parts).sum(0)
 
-    def _rates(self, begin: int, end: int) -> Weighing:
-        """Each record's learning rate, for the steps after `begin` up to `end`."""
-
-        def weigh(book: Book, visits: Visits) -> Tensor:
-            history = self._source.accounting.history(book)
-            rates = torch.from_numpy(history.hyper[:, history.fields.index("lr")])
-            factors = torch.from_numpy(self._source.accounting.factors(book))
-            inside = (visits.steps > begin) & (visits.steps <= end)
-            return -torch.where(inside, (rates * factors)[visits.steps - 1], 0.0)
-
-        return weigh
-
-    def _ekfac(self, call: Call) -> Tensor:
-        bases = EigenBases(self._matrix(self._last_visits), self._last_visits)
-        matrix = self._matrix(self._last_visits, bases.turn)
-        return ekfac(matrix, bases, self._gradients(call), call.damping)
+    def _rates(self, begin: int, end: int) -> StepWeights:
+        """The learning rates of the steps after `begin` up to `end`."""
+        accounting, numbers = self._source.accounting, {}
+        for book in (book for book in self._source.ledger.info.books if book.terms):
+            history = accounting.history(book)
+            rates = history.hyper[:, history.fields.index("lr")] * accounting.factors(book)
+            numbers[book.name] = torch.zeros(len(rates) + 1, dtype=torch.float64)
+            numbers[book.name][begin + 1 : end + 1] = -torch.from_numpy(rates[begin:end])
+        return StepWeights(numbers)
 
     def _gradients(self, call: Call) -> Parameters:
         _, last = ends(call.model, self._source)
         return gradients_at(call.asked, last, call.queries)
 
-    def _matrix(self, weighing: Weighing | None = None, turn: Turn | None = None) -> Contributions:
+    def _matrix(self, weights: StepWeights | None = None) -> SamplesMatrix:
         grouping = Grouping.by_sample(self._source.numbers)
-        return Contributions(self._source.accounting, grouping, None, weighing, turn)
-
-    def _last_visits(self, book: Book, visits: Visits) -> Tensor:
-        """Each sample's own gradient, as it was when training last saw it."""
-        return -torch.where(visits.last(), visits.batch_sizes(), 0).double()
+        return SamplesMatrix(self._source.accounting, grouping, None, weights)
 
 
 def gradients_at(asked: Asked, point: Parameters, queries: Any) -> dict[str, Tensor]:
@@ -214,5 +200,5 @@ def gradients_at(asked: Asked, point: Parameters, queries: Any) -> dict[str, Ten
     return Gradients(asked, list(point)).integrals([(1.0, point)], queries)
 
 
-def _products(matrix: Contributions, directions: Parameters) -> Tensor:
+def _products(matrix: SamplesMatrix, directions: Parameters) -> Tensor:
     return torch.stack(list(times(matrix, directions).values())).sum(0)

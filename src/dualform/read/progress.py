@@ -54,11 +54,31 @@ def together(doing: str, total: int) -> Iterator[LateProgress]:
         yield progress
 
 
+_report: ContextVar[Callable[[float], None] | None] = ContextVar("report", default=None)
+
+
+@contextmanager
+def reporting(report: Callable[[float], None]) -> Iterator[None]:
+    """Hands what folds `advance` to `report`, which may raise to end them."""
+    token = _report.set(report)
+    try:
+        yield
+    finally:
+        _report.reset(token)
+
+
+def advance(count: float) -> None:
+    """So many more steps are folded, of the shards that an engine folds now."""
+    report = _report.get()
+    if report is not None:
+        report(count)
+
+
 class LateProgress:
     """Tells the watcher; without one, shows a bar once somebody waits for more than a second."""
 
-    def __init__(self, name: str, total: int, doing: str = "") -> None:
-        self._doing, self._total, self._done = doing or f"reading {name}", total, 0
+    def __init__(self, name: str, total: float, doing: str = "") -> None:
+        self._doing, self._total, self._done = doing or f"reading {name}", total, 0.0
         self._watcher = _watcher.get()
         self._began = time.monotonic()
         self._bar: Progress | None = None
@@ -71,7 +91,7 @@ class LateProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def advance(self, count: int) -> None:
+    def advance(self, count: float) -> None:
         """So many more are done."""
         self._done += count
         self.tell()
@@ -80,7 +100,7 @@ class LateProgress:
         """Tells how far it is, with the share that is done of what comes next."""
         done = self._done + begun
         if self._watcher is not None:
-            self._watcher(self._doing, done / max(1, self._total))
+            self._watcher(self._doing, min(1.0, done / max(1, self._total)))
         elif self._bar is not None:
             self._bar.update(self._task, completed=done)
         elif time.monotonic() - self._began > PATIENCE:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -31,10 +32,11 @@ from dualform.ledger import Declaration, Ledger, Stream
 from dualform.ledger.samples import SampleId
 from dualform.memory.forms import form_named
 from dualform.owners import Sighting, Trial
-from dualform.read.axes import query_axis
-from dualform.read.beside import Beside, OutputWatching, beside_rows
+from dualform.read.engine import Fold, RowReader, ShardRange
+from dualform.read.query_axis import query_axis
 from dualform.read.questions import layer_output
-from dualform.read.scan import RowColumns, shards_of, stored_arrays
+from dualform.read.scan import RowColumns, stored_arrays
+from dualform.read.unrecorded import OutputWatching, Unrecorded, unrecorded_part
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
 
@@ -48,7 +50,7 @@ class LayerQueries:
     """(queries, width of the keys)."""
     outputs: Tensor
     """(queries, width of the values)."""
-    beside: Beside
+    unrecorded: Unrecorded
     """What of them is due to parameters that left no rows."""
     complete: bool = True
     """Whether that is known: of a training sample, an offset's input was not recorded."""
@@ -56,7 +58,7 @@ class LayerQueries:
     def only(self, chosen: Sequence[int]) -> LayerQueries:
         """Some of them."""
         at, names = torch.tensor(chosen, dtype=torch.long), [self.names[q] for q in chosen]
-        kept = (self.inputs[at], self.outputs[at], self.beside[at])
+        kept = (self.inputs[at], self.outputs[at], self.unrecorded[at])
         return LayerQueries(names, *kept, self.complete)
 
 
@@ -66,7 +68,7 @@ class Call:
 
     samples: int
     inputs: Tensor
-    beside: Beside
+    unrecorded: Unrecorded
 
 
 def ask(
@@ -174,10 +176,10 @@ def _call(
     inputs, outputs = expand(stream, records, given)
     width = stream.values[0] if stream.layout else math.prod(stream.values)
     recorded = ledger.info.terms_of(stream.name)
-    beside = beside_rows(rows, recorded, inputs, outputs, parameters, ledger, width)
+    unrecorded = unrecorded_part(rows, recorded, inputs, outputs, parameters, ledger, width)
     if not math.prod(stream.keys):  # recorded as an offset: the weight was frozen then
         inputs = inputs[:, :0]
-    return Call(samples, inputs, beside)
+    return Call(samples, inputs, unrecorded)
 
 
 def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -213,25 +215,26 @@ def _queries(
             for at in range(places)
         ]
     inputs, info = torch.cat([call.inputs for call in calls]), ledger.info
-    beside = Beside(
-        torch.cat([call.beside.initial for call in calls]),
-        torch.cat([call.beside.by_step for call in calls]),
+    unrecorded = Unrecorded(
+        torch.cat([call.unrecorded.initial for call in calls]),
+        torch.cat([call.unrecorded.by_step for call in calls]),
     )
     by_row = layer_output(info.stream(name), info.terms_of(name), weights, inputs)
-    return LayerQueries(names, inputs, by_row + beside.total, beside)
+    return LayerQueries(names, inputs, by_row + unrecorded.total, unrecorded)
 
 
 def last_seen(
-    ledger: Ledger,
+    reader: RowReader,
     numbers: Tensor,
     names: Sequence[SampleId],
     weights: Mapping[str, Tensor],
     until: int,
 ) -> dict[str, LayerQueries]:
     """What each layer saw of some samples the last time it saw them, and what it would give now."""
-    found = {}
+    ledger, found = reader.ledger, {}
     for stream in ledger.info.streams:
-        rows = [_latest(ledger, stream, int(number), until) for number in numbers]
+        visits = _latest(reader, LastVisits(stream, numbers), until)
+        rows = [expand(stream, visits[int(number)][1], None)[0] for number in numbers]
         inputs = torch.cat(rows) if rows else torch.zeros(0, math.prod(stream.keys))
         labels = [
             f"{name}[{at}]" if len(keys) > 1 else f"{name}"
@@ -240,32 +243,68 @@ def last_seen(
         ]
         terms = ledger.info.terms_of(stream.name)
         outputs = layer_output(stream, terms, weights, inputs)
-        nothing = Beside.nothing(*outputs.shape)  # as far as the run knows
+        nothing = Unrecorded.nothing(*outputs.shape)  # as far as the run knows
         complete = any(form_named(term.form).needs_keys for term in terms.values())
         found[stream.name] = LayerQueries(labels, inputs, outputs, nothing, complete)
     return found
 
 
-def _latest(ledger: Ledger, stream: Stream, number: int, until: int) -> Tensor:
-    """(positions, width): the keys of a sample's last visit."""
-    latest, found = 0, torch.zeros(0, math.prod(stream.keys))
-    for shard in reversed(shards_of(ledger, stream, 1, until)):
-        if shard.last <= latest:
-            continue
-        columns = RowColumns(ledger, shard, stream)
+def _latest(reader: RowReader, fold: LastVisits, until: int) -> LatestKeys:
+    """The last visit of each sample, from the last shard back as far as one may be later."""
+    found = fold.start()
+    shards = sorted(reader.shards(fold, until), key=attrgetter("last"), reverse=True)
+    for shard in shards:
+        if shard.last <= min((step for step, _ in found.values()), default=until):
+            break
+        found = reader.engine.reduce(fold, [shard], found)
+    return found
+
+
+LatestKeys: TypeAlias = dict[int, tuple[int, Tensor]]
+"""The step of each sample's last visit, 0 if it had none, and the keys of its records."""
+
+
+@dataclass(frozen=True)
+class LastVisits(Fold[LatestKeys]):
+    """What a stream saw of some samples the last time it saw them."""
+
+    stream: Stream
+    numbers: Tensor
+    """The samples' stored ids."""
+
+    @property
+    def streams(self) -> list[str]:
+        """One."""
+        return [self.stream.name]
+
+    def start(self) -> LatestKeys:
+        """No visit of any."""
+        none = torch.zeros(0, math.prod(self.stream.keys))
+        return {int(number): (0, none) for number in self.numbers}
+
+    def fold(self, partial: LatestKeys, shard: ShardRange) -> LatestKeys:
+        """Looks for later visits in a shard."""
+        columns, file = RowColumns(shard, self.stream), shard.shard.file
         steps, samples = columns.steps, columns.samples
-        mine = torch.nonzero((samples == number) & (steps <= until)).flatten()
-        if len(mine) and int(steps[mine].max()) > latest:
-            latest = int(steps[mine].max())
-            records = mine[steps[mine] == latest].tolist()
-            arrays = {
-                name: torch.cat(
-                    [shard.file.read(f"{stream.name}/{name}", r, r + 1) for r in records]
-                )
-                for name in stored_arrays(shard, stream)
-            }
-            found = shard.codec(stream.name).decode(arrays, 0, len(records)).keys
-    return expand(stream, found, None)[0]
+        inside = (steps >= shard.first) & (steps <= shard.last)
+        for number, (before, _) in partial.items():
+            mine = torch.nonzero((samples == number) & inside).flatten()
+            if len(mine) and int(steps[mine].max()) > before:
+                last = steps[mine].max()
+                records = mine[steps[mine] == last].tolist()
+                arrays = {
+                    name: torch.cat(
+                        [file.read(f"{self.stream.name}/{name}", r, r + 1) for r in records]
+                    )
+                    for name in stored_arrays(shard.shard, self.stream)
+                }
+                codec = shard.shard.codec(self.stream.name)
+                partial[number] = (int(last), codec.decode(arrays, 0, len(records)).keys)
+        return partial
+
+    def merge(self, one: LatestKeys, other: LatestKeys) -> LatestKeys:
+        """The later visit of each sample."""
+        return {number: max(one[number], other[number], key=itemgetter(0)) for number in one}
 
 
 def directions(queries: LayerQueries, output: Outputs) -> tuple[Tensor, list[str]]:

@@ -14,10 +14,10 @@ from typing import Any
 from rich.console import Group
 
 from dualform.ledger.samples import SampleId
+from dualform.read.display import Displayed, columns, framed, pandas_frame, signed
 from dualform.read.explain import Explanation
 from dualform.read.influence import Influence
 from dualform.read.scores import Array
-from dualform.read.shown import Shown, columns, framed, pandas_frame, signed
 
 ACCOUNT = (
     "An account: the model's output less what these samples added to it through all layers; "
@@ -31,7 +31,7 @@ ESTIMATE = "An estimate of what training without these samples would have led to
 
 
 @dataclass(frozen=True, repr=False)
-class Removal(Shown):
+class Removal(Displayed):
     """Targets as they are, less what samples added to them, and as if trained without them.
 
     >>> from dualform.testing import tiny_run

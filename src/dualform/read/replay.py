@@ -31,8 +31,8 @@ from dualform.optimizers import (
     times,
     walk_back,
 )
-from dualform.read.rounding import is_rounded, seen_gradients
-from dualform.read.scan import Chunk, Scan, row_sides, rows_total, with_residuals
+from dualform.read.engine import RowReader
+from dualform.read.step_gradients import is_rounded, rounded_gradients, step_gradients
 
 SPAN_BYTES = 256 << 20
 """How much the transitions of one span may take, unless a span of √T steps takes more."""
@@ -55,18 +55,16 @@ class Replay:
 
     def __init__(
         self,
-        ledger: Ledger,
+        reader: RowReader,
         rule: StateRule,
         book: Book,
         history: History,
         factors: Sequence[float],
         spans: Sequence[tuple[int, int]],
         shares: Sequence[float],
-        device: torch.device | str = "cpu",
     ) -> None:
-        self._ledger, self._rule, self.book, self._history = ledger, rule, book, history
-        self._factors, self._spans, self._device = factors, spans, device
-        self._shares = shares
+        self._reader, self._rule, self.book, self._history = reader, rule, book, history
+        self._factors, self._spans, self._shares = factors, spans, shares
         self._moments: dict[int, Moment] = {}
         """The state before the first step of each span, as far as known."""
         self.r: Pair = (0.0, 0.0)
@@ -87,9 +85,9 @@ class Replay:
 
     def _before(self, first: int) -> Moment:
         """The state before a span, replayed from the last step at which it was kept."""
-        kept = max(step for step in self._ledger.kept_steps if step < first)
+        kept = max(step for step in self._reader.ledger.kept_steps if step < first)
         if first not in self._moments:
-            moment = kept_moment(self._ledger, self._rule, self.book, kept, self._device)
+            moment = kept_moment(self._reader, self._rule, self.book, kept)
             for start, end in self._spans:
                 if kept < start < first:
                     self._moments[start] = moment
@@ -99,7 +97,7 @@ class Replay:
         return self._moments.pop(first)
 
     def _gradients(self, first: int, last: int) -> Replayed:
-        return replayed_gradients(self._ledger, self._rule, self.book, first, last, self._device)
+        return replayed_gradients(self._reader, self._rule, self.book, first, last)
 
     def _forward(
         self, at: Moment, first: int, last: int, gradients: Mapping[int, Tensor]
@@ -121,15 +119,13 @@ class Replay:
         return bool(self._history.states[t - 1] == BY_ROW)
 
 
-def kept_moment(
-    ledger: Ledger, rule: StateRule, book: Book, step: int, device: torch.device | str = "cpu"
-) -> Moment:
+def kept_moment(reader: RowReader, rule: StateRule, book: Book, step: int) -> Moment:
     """A book after a kept step, in float64; the buffer is zero where there was none."""
-    file, name = ledger.kept(step), book.name
+    file, name = reader.ledger.kept(step), book.name
     state = {part: f"{STATE}{part}:{name}" for part in rule.state}
 
     def wide(entry: str) -> Tensor:
-        return file.read(entry).to(device, torch.float64)
+        return file.read(entry).to(reader.device, torch.float64)
 
     W = wide(name)
     b = wide(BUFFER + name) if BUFFER + name in file else torch.zeros_like(W)
@@ -137,53 +133,19 @@ def kept_moment(
 
 
 def replayed_gradients(
-    ledger: Ledger,
-    rule: StateRule,
-    book: Book,
-    first: int,
-    last: int,
-    device: torch.device | str = "cpu",
+    reader: RowReader, rule: StateRule, book: Book, first: int, last: int
 ) -> Replayed:
     """Each step's gradient as a rule needs it: where it follows signs, as a kernel rounded it.
 
     A rounding has no parts: a row's share of it is what the rounded sum is to the sum, one number
     for each element, by which coefficients are multiplied.
     """
-    sums = step_gradients(ledger, book, first, last, device)
-    if not (rule.follows_signs and is_rounded(ledger, book)):
+    sums = step_gradients(reader, book, first, last)
+    if not (rule.follows_signs and is_rounded(reader.ledger, book)):
         return sums, {}
-    seen = seen_gradients(ledger, book, first, last, device)
+    seen = rounded_gradients(reader, book, first, last)
     ratios = {t: torch.where(g == 0, 1.0, seen[t] / g) for t, g in sums.items()}
     return {t: g * ratios[t] for t, g in sums.items()}, ratios
-
-
-def step_gradients(
-    ledger: Ledger,
-    book: Book,
-    first: int,
-    last: int,
-    device: torch.device | str = "cpu",
-    samples: Tensor | None = None,
-) -> dict[int, Tensor]:
-    """Each step's gradient, by its number: the sum of a book's rows, and the residual.
-
-    Of some samples, the sum of their rows: a residual belongs to no sample.
-    """
-    found: dict[int, Tensor] = {}
-    for name, term in book.terms.items():
-        for chunk in Scan(ledger, ledger.info.stream(name), last, device, first):
-            sides, counts = row_sides(chunk, term), chosen(chunk, samples)
-            for t, rows in chunk.by_step():
-                gradient = rows_total(book, term, sides[rows], counts[rows])
-                found[t] = found[t].add_(gradient) if t in found else gradient
-    return found if samples is not None else with_residuals(ledger, book, first, last, found)
-
-
-def chosen(chunk: Chunk, samples: Tensor | None) -> Tensor:
-    """(rows,): 1 for the rows that count, 0 for the others, in float64."""
-    if samples is None:
-        return torch.ones(len(chunk.keys), dtype=torch.float64, device=chunk.keys.device)
-    return torch.isin(chunk.samples, samples.to(chunk.samples.device)).double()
 
 
 def spans_of(ledger: Ledger, until: int, size: int) -> list[tuple[int, int]]:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.ledger import Book
-from dualform.read.columns import Columns
-from dualform.read.grams import bands, line_grams
-from dualform.read.matrix import Matrix
-from dualform.read.sparse import SparseLines
+from dualform.read.samples_matrix.columns import Columns
+from dualform.read.samples_matrix.grams import bands, line_grams
+from dualform.read.samples_matrix.matrix import Matrix
+from dualform.read.samples_matrix.sparse import SparseLines
 
 OVERSAMPLED = 16
 """How many more directions are tried than are kept."""

@@ -21,12 +21,13 @@ from dualform.ledger.samples import SampleId, plain_list
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import Source
+from dualform.read.display import Displayed, columns, framed, moment
+from dualform.read.engine import Engine, Threads
 from dualform.read.explain import TOLERANCE, Explanation, make_explanation
 from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
 from dualform.read.removal import Removal, make_removal
 from dualform.read.scores import Scores
-from dualform.read.shown import Shown, columns, framed, moment
 from dualform.read.spotlight import Spotlight, nothing_by_row, unknown_layer
 from dualform.read.suspicion import make_suspicion
 from dualform.read.targets import Target
@@ -37,7 +38,11 @@ NOTHING_YET = "none committed yet: recorder.checkpoint() commits what is recorde
 
 
 def open_run(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu", *, damaged: bool = False
+    path: str | os.PathLike[str],
+    device: torch.device | str = "cpu",
+    *,
+    damaged: bool = False,
+    engine: Engine | None = None,
 ) -> Run:
     """Opens a run folder for reading, as far as it is committed.
 
@@ -49,11 +54,12 @@ def open_run(
     Args:
         device: where scans compute.
         damaged: open a damaged run too, as far as it can be read; `check` says what is wrong.
+        engine: who reads the shards; by default threads of this process.
     """
-    return Run(Ledger(Path(path), damaged=damaged), device=device)
+    return Run(Ledger(Path(path), damaged=damaged), device=device, engine=engine)
 
 
-class Run(Shown):
+class Run(Displayed):
     """A recorded run as of a step: audit it, read predictions from it, subtract samples.
 
     >>> from dualform.testing import tiny_run
@@ -70,8 +76,10 @@ class Run(Shown):
         step: int | None = None,
         device: torch.device | str = "cpu",
         shares: Sequence[float] = (),
+        engine: Engine | None = None,
     ) -> None:
         self._ledger, self._device, self._shares = ledger, device, shares
+        self._engine = engine or Threads()
         self.steps = ledger.last_step if step is None else step
         """The step the run is read at; without `at`, the last one committed."""
 
@@ -108,7 +116,7 @@ class Run(Shown):
     @cached_property
     def bins(self) -> Bins:
         """Training in parts: epochs, as a rule."""
-        return Bins.of(self._ledger, self.steps)
+        return Bins.of(self._accounting.reader, self.steps)
 
     @property
     def nbytes(self) -> int:
@@ -121,7 +129,7 @@ class Run(Shown):
             raise UnknownStepError(
                 f"step {step} is not in this run; it has steps 0 to {self._ledger.last_step}."
             )
-        return Run(self._ledger, step, self._device)
+        return Run(self._ledger, step, self._device, engine=self._engine)
 
     def average(self, steps: Sequence[int], decay: float | None = None) -> Run:
         """The same run, read for a mean of its weights: what EMA and SWA evaluate.
@@ -139,11 +147,8 @@ class Run(Shown):
                 `get_ema_multi_avg_fn`); without, all count the same.
         """
         last = max(steps, default=0)
-        if (
-            not steps
-            or list(steps) != sorted(set(steps))
-            or not 0 <= steps[0] <= last <= self.steps
-        ):
+        ordered = bool(steps) and list(steps) == sorted(set(steps))
+        if not ordered or not 0 <= steps[0] <= last <= self.steps:
             raise UnknownStepError(
                 f"cannot average over steps {list(steps)[:5]}: give steps from 0 to {self.steps}, "
                 "in order, each once."
@@ -155,13 +160,13 @@ class Run(Shown):
         else:
             begun = np.where(ages == len(steps) - 1, 1.0, 1 - decay)
             shares[list(steps)] = decay**ages * begun
-        return Run(self._ledger, last, self._device, shares.tolist())
+        return Run(self._ledger, last, self._device, shares.tolist(), self._engine)
 
     def audit(self) -> Audit:
         """Adds every book up and compares it with the weights that were kept."""
         if self._shares:
             raise ReadingError("a mean of weights was never kept; audit the run it was made from.")
-        return make_audit(self._ledger, self.steps, self._device)
+        return make_audit(self._ledger, self.steps, self._device, self._engine)
 
     def check(self) -> list[str]:
         """Reads every committed byte; returns what is wrong, in words."""
@@ -218,8 +223,8 @@ class Run(Shown):
         Args:
             x, target: as in `explain`.
             method: "ridge", the samples' contributions solved against each other. For comparison
-                from the same ledger: "accounting" (not solved), "tracin" (learning rates only),
-                "fisher" and "ekfac" (influence functions from each sample's last gradient).
+                from the same ledger: "accounting" (not solved), "tracin" (learning rates only)
+                and "fisher" (influence functions from each sample's last gradient).
             damping: λ, in units of the mean diagonal of what is inverted; 3 for "ridge".
             rank: how many leading directions are kept of the contributions to each line of a
                 parameter. All of them up to 4,096 parameters or samples, 512 beyond that.
@@ -250,8 +255,8 @@ class Run(Shown):
 
     def revisit(self, ids: Sequence[SampleId], output: Outputs = None) -> Spotlight:
         """Like `spotlight`, for training samples as each layer last saw them; needs no model."""
-        numbers = self._numbers(ids)
-        found = last_seen(self._ledger, numbers, plain_list(ids), self._weights, self.steps)
+        numbers, reader = self._numbers(ids), self._accounting.reader
+        found = last_seen(reader, numbers, plain_list(ids), self._weights, self.steps)
         return Spotlight(found, output, self.source)
 
     def timeline(
@@ -325,7 +330,7 @@ class Run(Shown):
 
     @cached_property
     def _accounting(self) -> Accounting:
-        return Accounting(self._ledger, self.steps, self._device, self._shares)
+        return Accounting(self._ledger, self.steps, self._device, self._shares, self._engine)
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
@@ -385,14 +390,6 @@ class Run(Shown):
     def source(self) -> Source:
         """What readings come from: rows, coefficients, weights, and what samples are called."""
         numbers, names = self._names
-        labels = self.samples.labels
-        return Source(
-            self._ledger,
-            self._accounting,
-            self.steps,
-            self._weights,
-            numbers,
-            names,
-            labels,
-            self._device,
-        )
+        accounting, labels = self._accounting, self.samples.labels
+        where = (self._ledger, accounting, self.steps, self._weights)
+        return Source(*where, numbers, names, labels, self._device)

@@ -15,10 +15,10 @@ from dualform.errors import CorruptError
 from dualform.layers import expand, positions
 from dualform.ledger import Book, Ledger, Shard, Stream, Term
 from dualform.ledger.codecs import Column
-from dualform.memory.blocks import from_matrix, matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
-from dualform.read.progress import LateProgress
+from dualform.read.engine import ShardRange
+from dualform.read.progress import advance
 
 CHUNK_BYTES = 16 << 20
 
@@ -26,16 +26,17 @@ CHUNK_BYTES = 16 << 20
 class RowColumns:
     """Step, sample and position of each record of a stream in one shard; from its segments."""
 
-    def __init__(self, ledger: Ledger, shard: Shard, stream: Stream) -> None:
-        numbers, sizes = shard.file.read("batches").unbind(1)
+    def __init__(self, shard: ShardRange, stream: Stream) -> None:
+        file = shard.shard.file
+        numbers, sizes = file.read("batches").unbind(1)
         batches, order = numbers.sort()
         begins = sizes.cumsum(0) - sizes
-        self._ledger, self._shard = ledger, shard
-        self._segments = shard.file.read(f"{stream.name}/segments")
+        self._shard = shard
+        self._segments = file.read(f"{stream.name}/segments")
         at = order[torch.searchsorted(batches, self._segments[:, 1].contiguous())]
         self._begins, self._sizes = begins[at], sizes[at]
         self._counts = self._sizes * self._segments[:, 2]
-        check_arrays(shard, stream, int(self._counts.sum()), len(self._counts))
+        check_arrays(shard.shard, stream, int(self._counts.sum()), len(self._counts))
 
     def between(self, first: int, last: int) -> tuple[int, int]:
         """Which records belong to these steps; they stand in the order of steps."""
@@ -43,15 +44,15 @@ class RowColumns:
         start = int(self._counts[steps < first].sum())
         return start, start + int(self._counts[(steps >= first) & (steps <= last)].sum())
 
-    def visits(self, until: int) -> Tensor:
-        """(5, visits) until a step: the first record, how many there are, step, sample and use."""
+    def visits(self, first: int, last: int) -> Tensor:
+        """(5, visits) between steps: the first record, how many, the step, sample and use."""
         steps, _, each = (column.repeat_interleave(self._sizes) for column in self._segments.T[:3])
         begins = self._sizes.cumsum(0) - self._sizes
         at = torch.arange(len(each)) + (self._begins - begins).repeat_interleave(self._sizes)
-        samples = self._ledger.samples(self._shard)[at]
+        samples = self._shard.samples()[at]
         uses = torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
         found = torch.stack([each.cumsum(0) - each, each, steps, samples, uses])
-        return found[:, (steps <= until) & (each > 0)]
+        return found[:, (steps >= first) & (steps <= last) & (each > 0)]
 
     def parts(self, begin: int, end: int, records: int, uses: int | None) -> list[tuple[int, int]]:
         """Some records in parts: of so many records, or where `uses` is given, of so many uses."""
@@ -80,7 +81,7 @@ class RowColumns:
     def samples(self) -> Tensor:
         """(rows,): the stored id of each row's sample."""
         begins = self._begins.repeat_interleave(self._counts)
-        return self._ledger.samples(self._shard)[begins + self._within // self._per_sample]
+        return self._shard.samples()[begins + self._within // self._per_sample]
 
     @cached_property
     def positions(self) -> Tensor:
@@ -127,13 +128,12 @@ class Chunk:
         within = torch.arange(len(self.keys), device=self.keys.device) % self._each
         return self._of(self.columns.positions) * self._each + within
 
-    def by_step(self) -> Iterator[tuple[int, slice]]:
+    def by_step(self) -> list[tuple[int, slice]]:
         """Each step's number, and its rows."""
         steps, counts = torch.unique_consecutive(self.steps, return_counts=True)
-        begin = 0
-        for step, count in zip(steps.tolist(), counts.tolist(), strict=True):
-            yield step, slice(begin, begin + count)
-            begin += count
+        ends = counts.cumsum(0)
+        rows = map(slice, (ends - counts).tolist(), ends.tolist())
+        return list(zip(steps.tolist(), rows, strict=True))
 
     def by_use(self) -> Iterator[tuple[int, tuple[int, int], slice]]:
         """Each use's number in its shard, its step and batch, and its rows."""
@@ -166,94 +166,63 @@ def row_sides(chunk: Chunk, term: Term) -> AnySides:
 
 def rows_total(book: Book, term: Term, sides: AnySides, coefficients: Tensor) -> Tensor:
     """`Σ c a ⊗ b` over some rows, in the shape of the parameter, in float64."""
-    shape = matrix_shape(book.shape, term.view, term.groups)
-    return from_matrix(sides.total(coefficients, shape), book.shape, term.view, term.groups)
+    every = slice(0, len(sides))
+    return sides.totals([every], coefficients, book.shape, term.view, term.groups)[0]
 
 
-def with_residuals(
-    ledger: Ledger, book: Book, first: int, last: int, sums: dict[int, Tensor]
-) -> dict[int, Tensor]:
-    """Gradients: the sums of rows by step, with what the entries of these steps leave."""
-    for step, residual in ledger.residuals(book, first, last):
-        if step in sums:
-            sums[step] += residual.to(sums[step])
-    return sums
-
-
-class Scan:
-    """The rows of one stream from one step to another, chunk by chunk.
+def chunks(
+    shard: ShardRange, stream: Stream, device: torch.device | str = "cpu"
+) -> Iterator[Chunk]:
+    """The rows of one stream in some steps of a shard, chunk by chunk.
 
     Shards are mapped; the system reads ahead, and chunks behind are let go, so that memory stays
     the same however long the run is.
     """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        stream: Stream,
-        until: int,
-        device: torch.device | str = "cpu",
-        first: int = 1,
-    ) -> None:
-        self._stream, self._first, self._until = stream, first, until
-        self._device = torch.device(device)
-        self._shared = f"{stream.name}/shared"
-        self._shards = [
-            (shard, columns, columns.between(first, until))
-            for shard in shards_of(ledger, stream, first, until)
-            for columns in [RowColumns(ledger, shard, stream)]
-        ]
-        self.records = sum(stop - start for _, _, (start, stop) in self._shards)
-        self.rows = self.records * positions(stream)
-        """How many rows there are between the steps."""
-
-    def __iter__(self) -> Iterator[Chunk]:
-        with LateProgress(self._stream.name, self.rows) as progress:
-            for shard, columns, (start, stop) in self._shards:
-                for chunk in self._chunks(shard, columns, start, stop):
-                    yield chunk
-                    progress.advance(len(chunk.keys))
-
-    def _chunks(self, shard: Shard, columns: RowColumns, begin: int, end: int) -> Iterator[Chunk]:
-        records = max(1, CHUNK_BYTES // self._record_bytes(shard))
-        file, codec = shard.file.mapped(), shard.codec(self._stream.name)
-        names = {name: f"{self._stream.name}/{name}" for name in stored_arrays(shard, self._stream)}
-        arrays = {name: file.rows(full, 0, shard.file.rows(full)) for name, full in names.items()}
-        for start, stop in columns.parts(begin, end, records, self._uses_at_once(shard)):
-            keys, values = (s.to(self._device) for s in codec.decode(arrays, start, stop))
-            rows, errors = expand(self._stream, keys, values)
-            assert errors is not None
-            first, last = (int(columns.uses[at]) for at in (start, stop - 1))
-            matrices = None
-            if self._stream.shared:
-                stored = at_least_32_bits(file.rows(self._shared, first, last + 1))
-                matrices = stored.to(self._device).reshape(-1, *self._stream.shared)
-            yield Chunk(self._stream, rows, errors, columns, start, matrices)
-            for full in names.values():
-                file.let_go(full, start, stop)
-            if self._stream.shared:
-                file.let_go(self._shared, first, last + 1)
-
-    def _uses_at_once(self, shard: Shard) -> int | None:
-        """How many uses a chunk has where they share large matrices, of which one is all it can."""
-        if not self._stream.shared or self._stream.layout:
-            return None
-        return max(1, CHUNK_BYTES // shard.file.arrays[self._shared].row_bytes)
-
-    def _record_bytes(self, shard: Shard) -> int:
-        """What a record takes once it is expanded."""
-        codec = shard.codec(self._stream.name)
-        width = codec.bytes_per_row(*widths(self._stream))
-        if self._stream.layout:
-            patch = self._stream.keys[0] * math.prod(self._stream.layout["kernel"])
-            width += 4 * patch * positions(self._stream)
-        return max(1, width)
+    if not shard.holds(stream.name):
+        return
+    columns, codec = RowColumns(shard, stream), shard.shard.codec(stream.name)
+    begin, end = columns.between(shard.first, shard.last)
+    width = codec.bytes_per_row(*widths(stream))
+    if stream.layout:  # what a record takes once it is expanded
+        patch = stream.keys[0] * math.prod(stream.layout["kernel"])
+        width += 4 * patch * positions(stream)
+    records = max(1, CHUNK_BYTES // max(1, width))
+    file, mapped = shard.shard.file, shard.shard.file.mapped()
+    names = {name: f"{stream.name}/{name}" for name in stored_arrays(shard.shard, stream)}
+    arrays = {name: mapped.rows(full, 0, file.rows(full)) for name, full in names.items()}
+    shared, uses = f"{stream.name}/shared", None
+    if stream.shared and not stream.layout:  # large matrices, of which one is all a chunk can have
+        uses = max(1, CHUNK_BYTES // file.arrays[shared].row_bytes)
+    for start, stop in columns.parts(begin, end, records, uses):
+        keys, values = (side.to(device) for side in codec.decode(arrays, start, stop))
+        rows, errors = expand(stream, keys, values)
+        assert errors is not None
+        first, last = (int(columns.uses[at]) for at in (start, stop - 1))
+        matrices = None
+        if stream.shared:
+            stored = at_least_32_bits(mapped.rows(shared, first, last + 1))
+            matrices = stored.to(device).reshape(-1, *stream.shared)
+        yield Chunk(stream, rows, errors, columns, start, matrices)
+        for full in names.values():
+            mapped.let_go(full, start, stop)
+        if stream.shared:
+            mapped.let_go(shared, first, last + 1)
+        advance(shard.steps * (stop - start) / (end - begin))
 
 
-def shards_of(ledger: Ledger, stream: Stream, first: int, last: int) -> list[Shard]:
-    """The shards that have rows of a stream for some steps."""
-    shards = [shard for shard in ledger.shards if shard.first <= last and shard.last >= first]
-    return [shard for shard in shards if f"{stream.name}/segments" in shard.file]
+def count_records(ledger: Ledger, stream: Stream, until: int) -> int:
+    """How many records a stream has up to a step."""
+    found = 0
+    for shard in ShardRange.of(ledger, 1, until):
+        if shard.holds(stream.name):
+            start, stop = RowColumns(shard, stream).between(1, until)
+            found += stop - start
+    return found
+
+
+def count_rows(ledger: Ledger, stream: Stream, until: int) -> int:
+    """How many rows a stream has up to a step."""
+    return count_records(ledger, stream, until) * positions(stream)
 
 
 def widths(stream: Stream) -> tuple[int, int]:
@@ -301,11 +270,11 @@ def places(ledger: Ledger, stream: Stream) -> int:
     return int(max(each, default=0)) * positions(stream)
 
 
-def batch_samples(ledger: Ledger, shard: Shard) -> dict[int, list[int]]:
+def batch_samples(shard: ShardRange) -> dict[int, list[int]]:
     """The samples of each batch of a shard, by the batch's number."""
-    samples = ledger.samples(shard).tolist()
+    samples = shard.samples().tolist()
     found, at = {}, 0
-    for number, size in shard.file.read("batches").tolist():
+    for number, size in shard.shard.file.read("batches").tolist():
         found[number] = samples[at : at + size]
         at += size
     return found

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from dualform.errors import ReadingError
 from dualform.ledger.samples import Label, SampleId
-from dualform.read.shown import (
+from dualform.read.display import (
     Amounts,
-    Shown,
+    Displayed,
     columns,
     framed,
     matplotlib_axes,
@@ -193,7 +193,7 @@ class Ranked:
 
 
 @dataclass(frozen=True, repr=False)
-class Ranking(Shown):
+class Ranking(Displayed):
     """The strongest samples or rows of each query, best first.
 
     >>> Ranking([Ranked("q", 7, None, 0.5)], "contributions").ids

@@ -16,20 +16,20 @@ from rich.text import Text
 from torch import Tensor
 
 from dualform.errors import ReadingError, UnknownLayerError
-from dualform.ledger import Book, Ledger, Term
+from dualform.ledger import Book, Ledger, Stream, Term
 from dualform.memory import Memory
 from dualform.memory.forms import form_named
-from dualform.read.contributions import Largest, LayerRows, Source
-from dualform.read.grouped import Grouping
+from dualform.read.contributions import AnswerSums, LargestRows, LayerRows, Source
+from dualform.read.display import Displayed, columns, framed, signed
+from dualform.read.grouping import Grouping
+from dualform.read.key_rows import KeySimilarity, Loaded, StoredRows
 from dualform.read.queries import LayerQueries, Outputs, directions
-from dualform.read.scan import Chunk, Scan
 from dualform.read.scores import BY_STEP, Array, Check, Groups, Ranked, Ranking, Scores
-from dualform.read.shown import Shown, columns, framed, signed
 from dualform.read.timeline import Timeline, make_timeline
 from dualform.read.weights import initial_part, sampleless_part
 
 
-class Spotlight(Mapping[str, "Reading"], Shown):
+class Spotlight(Mapping[str, "Reading"], Displayed):
     """One reading for each recorded layer, by the layer's name.
 
     >>> from dualform.testing import tiny_run
@@ -73,7 +73,7 @@ class Spotlight(Mapping[str, "Reading"], Shown):
 
 
 @dataclass(frozen=True, repr=False)
-class Reading(Shown):
+class Reading(Displayed):
     """One layer's output as contributions of every training row; scanned when first asked.
 
     >>> from dualform.testing import tiny_run
@@ -117,7 +117,7 @@ class Reading(Shown):
 
     def timeline(self, by: str = "step") -> Timeline:
         """Contributions summed by "step" or by "epoch"."""
-        return make_timeline(self.source.ledger, self._sums[1][1:], by, self.names, self.check)
+        return make_timeline(self.source.reader, self._sums[1][1:], by, self.names, self.check)
 
     def sums(self, grouping: Grouping) -> Array:
         """(groups, queries): contributions summed over the rows of each group; one scan."""
@@ -131,31 +131,30 @@ class Reading(Shown):
 
     def keys_only(self) -> Scores:
         """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""
-        sums = self._zeros(len(self.source.ids))
-        for chunk in self._own_rows("keys_only compares"):
-            similarity = (chunk.keys @ self.queries.inputs.to(chunk.keys).T).abs_()
-            sums.index_add_(0, self._rows.sample_index(chunk), similarity.double())
-        return replace(self._scores(sums.cpu().numpy(), "keys only |x·q|"), check=None)
+        source, streams = self.source, tuple(self._products("keys_only compares"))
+        by_sample = Grouping.by_sample(source.numbers)
+        fold = KeySimilarity(streams, self.queries.inputs, by_sample, source.device)
+        sums = source.reader.reduce(fold, source.until).cpu().numpy()
+        return replace(self._scores(sums, "keys only |x·q|"), check=None)
 
     def rows(self, k: int = 100) -> Ranking:
         """The k rows that contribute most in size, of either sign, with step and position."""
         if k < 1:
             raise ReadingError(f"k={k}: ask for at least one row.")
-        largest = Largest(k, len(self.names))
-        for chunk, contributions in self._rows:
-            largest.add(contributions, chunk, self._rows.sample_index(chunk))
-        return Ranking([self._ranked(*row) for row in largest.result().tolist()], "rows")
+        fold = LargestRows(self._rows.asked, k=k, numbers=self.source.numbers)
+        largest = fold.over(self.source.accounting).result()
+        return Ranking([self._ranked(*row) for row in largest.tolist()], "rows")
 
     def memory(self) -> Memory:
         """The layer's rows as a `Memory`: `memory.read(q)` is what they add to `W_T q`.
 
         Loads every row. The values carry their coefficients; the bias is not part of it.
         """
-        coefficients = self._numbers()
-        rows = [
-            (c.keys.clone(), c.values * coefficients[c.steps].to(c.values)[:, None])
-            for c in self._own_rows("memory() holds")
-        ]
+        source, coefficients = self.source, self._numbers()
+        rows: Loaded = []
+        for stream in self._products("memory() holds"):
+            fold = StoredRows(stream, coefficients, source.device)
+            rows = source.reader.reduce(fold, source.until, onto=rows)
         none = (self.queries.inputs[:0], self.queries.outputs[:0])
         keys, values = zip(*(rows or [none]), strict=True)
         return Memory(torch.cat(keys), torch.cat(values))
@@ -200,7 +199,7 @@ class Reading(Shown):
     def checked(self, evidence: Array) -> Check:
         """The check, where the sum of all contributions is known already: no scan."""
         accounting = self.source.accounting
-        before, since = self.queries.beside.initial, self.queries.beside.by_step
+        before, since = self.queries.unrecorded.initial, self.queries.unrecorded.by_step
         initial = self._applied(lambda book: initial_part(accounting, book)) + self._along(before)
         steps = self._applied(lambda book: sampleless_part(accounting, book)) + self._along(since)
         total = self._applied(lambda book: self.source.weights[book.name].double())
@@ -230,22 +229,18 @@ class Reading(Shown):
 
     def _summed(self, *groupings: Grouping) -> list[Array]:
         """(groups, queries) for each grouping, in one scan."""
-        sums = [self._zeros(grouping.count) for grouping in groupings]
-        for chunk, found in self._rows:
-            contributions = found.double()
-            for total, grouping in zip(sums, groupings, strict=True):
-                total.index_add_(0, grouping.of_chunk(chunk), contributions)
-        return [total.cpu().numpy() for total in sums]
+        fold = AnswerSums(self._rows.asked, groupings=groupings)
+        return [total.cpu().numpy() for total in fold.over(self.source.accounting)[""]]
 
-    def _own_rows(self, what: str) -> Iterator[Chunk]:
-        """The rows of a matrix product; for others, keys are not vectors to compare."""
+    def _products(self, what: str) -> Iterator[Stream]:
+        """The streams of a matrix product; for others, keys are not vectors to compare."""
         ledger = self.source.ledger
         if not any(_is_product(term) for term in self._rows.terms.values()):
             raise ReadingError(f"{what} the inputs of matrix products; '{self.layer}' is none.")
         for stream in ledger.info.streams:
             terms = ledger.info.terms_of(stream.name)
             if any(_is_product(t) for book, t in terms.items() if book in self._rows.terms):
-                yield from Scan(ledger, stream, self.source.until, self.source.device)
+                yield stream
 
     def _numbers(self) -> Tensor:
         """The coefficients of the weight's rows, where they are numbers."""
@@ -258,10 +253,6 @@ class Reading(Shown):
                 f"{'groups' if accounting.rule.by_numbers else 'one a weight'}; use samples()."
             )
         return accounting.numbers(weight)
-
-    def _zeros(self, count: int) -> Tensor:
-        device = self.source.device
-        return torch.zeros(count, len(self.names), dtype=torch.float64, device=device)
 
     def _applied(self, part: Callable[[Book], Tensor]) -> Array:
         """(queries,): a part of the layer's parameters, applied to the queries."""

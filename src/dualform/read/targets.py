@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -16,8 +17,8 @@ from torch.func import functional_call
 from dualform.errors import ReadingError
 from dualform.layers import first_tensor
 from dualform.private import BATCH_NORM, DROPOUT, tree_flatten, tree_map, tree_unflatten
-from dualform.read.axes import query_axis, select
 from dualform.read.queries import arguments
+from dualform.read.query_axis import query_axis, select
 
 Parameters: TypeAlias = Mapping[str, Tensor]
 Target: TypeAlias = (
@@ -72,10 +73,11 @@ class Asked:
         """Some queries, in the form of x."""
         return select(self._x, self.axis, self.count, torch.tensor(queries))
 
-    def output(self, call: Callable[..., Any], queries: Sequence[int]) -> Any:
-        """What the model gives for some queries."""
+    def output(self, call: Callable[..., Any], queries: Sequence[int], within: Any = None) -> Any:
+        """What the model gives for some queries, called within a context if there is one."""
         args, kwargs = arguments(self.inputs(queries))
-        return call(*args, **kwargs)
+        with nullcontext() if within is None else within:
+            return call(*args, **kwargs)
 
     def asked_of(self, output: Any, queries: Sequence[int]) -> Tensor:
         """(queries,): the numbers asked about, from the model's output for these queries."""

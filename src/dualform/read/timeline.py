@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,10 +13,10 @@ from rich.console import Group
 from torch import Tensor
 
 from dualform.errors import ReadingError
-from dualform.ledger import Ledger
+from dualform.read.display import Amounts, columns, framed, matplotlib_axes, signed
+from dualform.read.engine import Fold, RowReader, ShardRange
 from dualform.read.scan import batch_samples
 from dualform.read.scores import Array, Check
-from dualform.read.shown import Amounts, columns, framed, matplotlib_axes, signed
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,14 +65,14 @@ class Timeline(Amounts):
 
 
 def make_timeline(
-    ledger: Ledger, steps: Array, by: str, queries: Sequence[str], check: Check | None
+    reader: RowReader, steps: Array, by: str, queries: Sequence[str], check: Check | None
 ) -> Timeline:
     """Contributions (steps, queries), the first step's first, summed by "step" or "epoch"."""
     if by not in ("step", "epoch"):
         raise ReadingError(f"timeline by {by!r}: there are 'step' and 'epoch'.")
     numbers = np.arange(1, len(steps) + 1)
     if by == "epoch":
-        numbers = epochs(ledger, len(steps))[1:]
+        numbers = epochs(reader, len(steps))[1:]
     sums = np.zeros((int(numbers.max(initial=0)), steps.shape[1]))
     np.add.at(sums, numbers - 1, steps)
     return Timeline(by, np.arange(1, len(sums) + 1), sums, queries, check)
@@ -96,9 +96,9 @@ class Bins:
         return len(self.edges) - 1
 
     @classmethod
-    def of(cls, ledger: Ledger, until: int, most: int = 48) -> Bins:
+    def of(cls, reader: RowReader, until: int, most: int = 48) -> Bins:
         """Epochs; runs of them if there are more than `most`, or of steps if there is one only."""
-        numbers = epochs(ledger, until)
+        numbers = epochs(reader, until)
         ends = [*np.flatnonzero(np.diff(numbers[1:])) + 1, until] if until else [0]
         unit = "epoch" if len(ends) > 1 else "step"
         if len(ends) == 1:
@@ -111,16 +111,16 @@ class Bins:
         return torch.bucketize(steps, torch.tensor(self.edges[1:-1]))
 
 
-def epochs(ledger: Ledger, until: int) -> NDArray[np.int64]:
+def epochs(reader: RowReader, until: int) -> NDArray[np.int64]:
     """(until + 1,): the epoch of each step by its number.
 
     An epoch ends where a sample comes up that the epoch has had.
     """
     epoch, seen = 1, set[int]()
     found = np.ones(until + 1, dtype=np.int64)
-    for step, samples in _samples_by_step(ledger):
-        if step > until:
-            break
+    fold = BatchSamples(tuple(stream.name for stream in reader.ledger.info.streams))
+    for step, batches in sorted(reader.reduce(fold, until).items()):
+        samples = [sample for batch in sorted(batches) for sample in batches[batch]]
         if not seen.isdisjoint(samples):
             epoch, seen = epoch + 1, set()
         seen.update(samples)
@@ -128,17 +128,38 @@ def epochs(ledger: Ledger, until: int) -> NDArray[np.int64]:
     return found
 
 
-def _samples_by_step(ledger: Ledger) -> list[tuple[int, list[int]]]:
-    by_step: dict[int, dict[tuple[int, int], list[int]]] = {}
-    for shard in ledger.shards:
-        if "batches" not in shard.file:
-            continue
-        rows = batch_samples(ledger, shard)
-        for stream in ledger.info.streams:
-            if f"{stream.name}/segments" in shard.file:
-                for step, batch, _ in shard.file.read(f"{stream.name}/segments").tolist():
-                    by_step.setdefault(step, {})[shard.rank, batch] = rows[batch]
-    return [
-        (step, [sample for batch in sorted(batches) for sample in batches[batch]])
-        for step, batches in sorted(by_step.items())
-    ]
+BatchesByStep: TypeAlias = dict[int, dict[tuple[int, int], list[int]]]
+"""The numbers of the samples of each batch, by step, and by rank and batch."""
+
+
+@dataclass(frozen=True)
+class BatchSamples(Fold[BatchesByStep]):
+    """Which samples each step saw, batch by batch."""
+
+    names: tuple[str, ...]
+    """Of the streams that are looked at."""
+
+    @property
+    def streams(self) -> tuple[str, ...]:
+        """All that are looked at."""
+        return self.names
+
+    def start(self) -> BatchesByStep:
+        """No step."""
+        return {}
+
+    def fold(self, partial: BatchesByStep, shard: ShardRange) -> BatchesByStep:
+        """Adds the steps of a shard."""
+        file, rank = shard.shard.file, shard.shard.rank
+        rows = batch_samples(shard)
+        for stream in filter(shard.holds, self.streams):
+            for step, batch, _ in file.read(f"{stream}/segments").tolist():
+                if shard.first <= step <= shard.last:
+                    partial.setdefault(step, {})[rank, batch] = rows[batch]
+        return partial
+
+    def merge(self, one: BatchesByStep, other: BatchesByStep) -> BatchesByStep:
+        """The steps of both."""
+        for step, batches in other.items():
+            one.setdefault(step, {}).update(batches)
+        return one

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from dualform.ledger import Book, Term
+from dualform.ledger import Book, Stream
 from dualform.ledger.format import BUFFER
+from dualform.ledger.reader import values_by_step
 from dualform.memory.blocks import Sides
-from dualform.optimizers import apply
+from dualform.optimizers import Operator, apply
 from dualform.read.coefficients import Accounting
+from dualform.read.engine import Fold, ShardRange
 from dualform.read.forward import Forward
-from dualform.read.replay import chosen
-from dualform.read.scan import Chunk, Scan, row_sides, rows_total
+from dualform.read.scan import chunks, row_sides, rows_total
+from dualform.read.step_gradients import chosen, residuals, streams_of
 
 
 def initial_part(accounting: Accounting, book: Book) -> Tensor:
@@ -30,22 +32,86 @@ def initial_part(accounting: Accounting, book: Book) -> Tensor:
 
 def step_part(accounting: Accounting, book: Book) -> Tensor:
     """The sum of the changes that were booked by step, in float64."""
-    total, counts = torch.zeros(book.shape, dtype=torch.float64), accounting.changes()
-    for step, change in accounting.ledger.changes(book, 1, accounting.until):
-        total += counts[step] * change.double()
-    return total
+    counts = torch.tensor(accounting.changes(), dtype=torch.float64)
+    return accounting.reader.reduce(ChangeSum(book, counts), accounting.until)
+
+
+@dataclass(frozen=True)
+class ChangeSum(Fold[Tensor]):
+    """A parameter's changes that were booked by step, summed."""
+
+    book: Book
+    counts: Tensor
+    """(T + 1,): how much a change counts by its step's number."""
+    streams = ()
+
+    def reads(self, shard: ShardRange) -> bool:
+        """Whether the shard has changes of the parameter; all ranks say the same of them."""
+        return shard.shard.rank == 0 and f"{self.book.name}/changes" in shard.shard.file
+
+    def start(self) -> Tensor:
+        """Zero."""
+        return torch.zeros(self.book.shape, dtype=torch.float64)
+
+    def fold(self, partial: Tensor, shard: ShardRange) -> Tensor:
+        """Adds the changes of a shard's steps, one at a time."""
+        span = (shard.first, shard.last)
+        for step, change in values_by_step(shard.shard, self.book, "change", *span):
+            partial += self.counts[step] * change.double()
+        return partial
+
+    def merge(self, one: Tensor, other: Tensor) -> Tensor:
+        """The sum."""
+        return one.add_(other)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of the parameter in float64."""
+        return 8 * self.book.size
 
 
 def residual_part(accounting: Accounting, book: Book) -> Tensor:
     """What entries that are less than the rows leave of a parameter, in float64."""
-    total = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
+    total = ResidualSum(book, {}, accounting.device).start()
     if accounting.ledger.has_residual(book):
         for span in accounting.spans([book]):
-            operators = span.coefficients[book.name].operators
-            for step, residual in accounting.ledger.residuals(book, span.first, span.last):
-                if step in operators:
-                    total += apply(operators[step], residual.to(total))
+            fold = ResidualSum(book, span.coefficients[book.name].operators, accounting.device)
+            total = accounting.reader.reduce(fold, span.last, span.first, total)
     return total.cpu()
+
+
+@dataclass(frozen=True)
+class ResidualSum(Fold[Tensor]):
+    """What entries leave of a parameter's gradients, as the optimizer made it count, summed."""
+
+    book: Book
+    operators: Mapping[int, Operator]
+    device: torch.device | str = "cpu"
+    streams = ()
+
+    def reads(self, shard: ShardRange) -> bool:
+        """Whether the shard has residuals of the parameter."""
+        return f"{self.book.name}/residuals" in shard.shard.file
+
+    def start(self) -> Tensor:
+        """Zero."""
+        return torch.zeros(self.book.shape, dtype=torch.float64, device=self.device)
+
+    def fold(self, partial: Tensor, shard: ShardRange) -> Tensor:
+        """Adds the residuals of a shard's steps; those of several ranks add up."""
+        for step, residual in residuals(shard, self.book):
+            if step in self.operators:
+                partial += apply(self.operators[step], residual.to(partial))
+        return partial
+
+    def merge(self, one: Tensor, other: Tensor) -> Tensor:
+        """The sum."""
+        return one.add_(other)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of the parameter in float64."""
+        return 8 * self.book.size
 
 
 def sampleless_part(accounting: Accounting, book: Book) -> Tensor:
@@ -61,32 +127,69 @@ def row_parts(accounting: Accounting, books: Sequence[Book], samples: Tensor) ->
 
 
 def _row_part(accounting: Accounting, book: Book, samples: Tensor | None) -> Tensor:
-    total = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
-    for chunk, term, numbers in _chunks(accounting, book):
-        counts = chosen(chunk, samples) * numbers[chunk.steps]
-        total += rows_total(book, term, row_sides(chunk, term), counts)
-    return total.cpu()
+    fold = _row_sum(accounting, book)
+    return accounting.reader.reduce(replace(fold, samples=samples), accounting.until).cpu()
 
 
 def gross_part(accounting: Accounting, book: Book) -> Tensor:
     """The sum of the sizes of what each row adds to an offset or scale, whatever its sign."""
-    total = torch.zeros(book.size, 1, dtype=torch.float64, device=accounting.device)
-    for chunk, term, numbers in _chunks(accounting, book):
-        sides = row_sides(chunk, term)
-        if isinstance(sides, Sides) and sides.b is None:
-            sizes = replace(sides, a=sides.a.abs())
-            total += sizes.total(numbers[chunk.steps].abs(), tuple(total.shape))
-    return total.cpu()
+    fold = _row_sum(accounting, book)
+    return accounting.reader.reduce(replace(fold, sizes=True), accounting.until).cpu()
 
 
-def _chunks(accounting: Accounting, book: Book) -> Iterator[tuple[Chunk, Term, Tensor]]:
-    """All rows of a book under a rule of numbers, with their term and the steps' coefficients."""
-    ledger = accounting.ledger
-    if book.terms:
-        numbers = accounting.numbers(book)
-    for name, term in book.terms.items():
-        for chunk in Scan(ledger, ledger.info.stream(name), accounting.until, accounting.device):
-            yield chunk, term, numbers
+def _row_sum(accounting: Accounting, book: Book) -> RowSum:
+    """All rows of a book under a rule of numbers."""
+    streams = streams_of(accounting.ledger, book)
+    numbers = accounting.numbers(book) if book.terms else torch.zeros(0)
+    return RowSum(book, streams, numbers, accounting.device)
+
+
+@dataclass(frozen=True)
+class RowSum(Fold[Tensor]):
+    """`Σ c a ⊗ b` over a book's rows."""
+
+    book: Book
+    fed_by: tuple[Stream, ...]
+    numbers: Tensor
+    """(T + 1,): the coefficient of a row by its step's number."""
+    device: torch.device | str = "cpu"
+    samples: Tensor | None = None
+    """The stored ids of the samples whose rows count; by default of all."""
+    sizes: bool = False
+    """Whether sizes are summed, whatever their sign; of rows that are columns."""
+
+    @property
+    def streams(self) -> list[str]:
+        """Those that feed the book."""
+        return list(self.book.terms)
+
+    def start(self) -> Tensor:
+        """Zero."""
+        return torch.zeros(self.book.shape, dtype=torch.float64, device=self.device)
+
+    def fold(self, partial: Tensor, shard: ShardRange) -> Tensor:
+        """Adds the rows of a shard."""
+        for stream in self.fed_by:
+            term = self.book.terms[stream.name]
+            for chunk in chunks(shard, stream, self.device):
+                sides, counts = row_sides(chunk, term), self.numbers[chunk.steps]
+                if not self.sizes:
+                    counts = chosen(chunk, self.samples) * counts
+                elif isinstance(sides, Sides) and sides.b is None:
+                    sides, counts = replace(sides, a=sides.a.abs()), counts.abs()
+                else:
+                    continue
+                partial += rows_total(self.book, term, sides, counts)
+        return partial
+
+    def merge(self, one: Tensor, other: Tensor) -> Tensor:
+        """The sum."""
+        return one.add_(other)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of the parameter in float64."""
+        return 8 * self.book.size
 
 
 def balance(accounting: Accounting, book: Book) -> tuple[Tensor, Tensor]:

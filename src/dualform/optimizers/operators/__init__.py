@@ -1,6 +1,5 @@
 """What a coefficient can be: one file a type of operator; a new type is a new file."""
 
-from dualform.optimizers.operators.arithmetic import Value, added, as_operator, plus, times
 from dualform.optimizers.operators.elementwise import Elementwise
 from dualform.optimizers.operators.modewise import Modewise, along
 from dualform.optimizers.operators.number import Number
@@ -31,11 +30,6 @@ __all__ = [
     "Sided",
     "Summed",
     "Turned",
-    "Value",
-    "added",
     "along",
     "apply",
-    "as_operator",
-    "plus",
-    "times",
 ]

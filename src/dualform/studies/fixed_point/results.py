@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dualform.read.shown import Shown, framed
+from dualform.read.display import Displayed, framed
 from dualform.studies.fixed_point.continuum import Growth, Path
 from dualform.studies.fixed_point.dynamics import FAR
 from dualform.studies.fixed_point.normality import Normality
@@ -79,7 +79,7 @@ class Lifetime:
 
 
 @dataclass(frozen=True, repr=False)
-class Study(Shown):
+class Study(Displayed):
     """Everything that was found."""
 
     settings: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +59,11 @@ class Columns:
         """(…, columns) as (…, lines, side)."""
         shape = self.region.shape
         return columns.reshape(*columns.shape[:-1], *(shape[::-1] if self.tall else shape))
+
+    @property
+    def width(self) -> int:
+        """How many columns there are."""
+        return math.prod(self.region.shape)
 
     @property
     def key(self) -> tuple[str, int, int]:

@@ -7,7 +7,7 @@ read, not mapped: to have a page mapped costs more than to copy it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate
 from typing import Any
@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers import expand, positions
-from dualform.ledger import Codec, Ledger, Records, Shard, Stream
+from dualform.ledger import Codec, Records, Shard, Stream
 from dualform.ledger.codecs import Exact
 from dualform.ledger.tensors import ArrayPlace
-from dualform.read.scan import RowColumns, at_least_32_bits, shards_of, stored_arrays, widths
+from dualform.read.engine import ShardRange
+from dualform.read.scan import RowColumns, at_least_32_bits, stored_arrays, widths
 
 GATHERED_BYTES = 512 << 20
 """How many bytes of records are gathered at a time."""
@@ -68,18 +69,19 @@ class Reused:
 
 
 class Visits:
-    """All visits of samples to a stream until a step, shard by shard."""
+    """All visits of samples to a stream in some shards, in the order given."""
 
     def __init__(
-        self, ledger: Ledger, stream: Stream, until: int, memory: Reused | None = None
+        self, shards: Sequence[ShardRange], stream: Stream, memory: Reused | None = None
     ) -> None:
         self.stream, self._each = stream, positions(stream)
         self._gathered = memory or Reused()
         self._read = Reused()
-        self._shards = shards_of(ledger, stream, 1, until)
+        held = [shard for shard in shards if shard.holds(stream.name)]
+        self._shards = [shard.shard for shard in held]
         self._codec = _common_codec([shard.codec(stream.name) for shard in self._shards])
         """How records are held once they are gathered."""
-        parts = [RowColumns(ledger, shard, stream).visits(until) for shard in self._shards]
+        parts = [RowColumns(s, stream).visits(s.first, s.last) for s in held]
         counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
         self._file = torch.arange(len(parts)).repeat_interleave(counts)
         found = torch.cat([torch.zeros(5, 0, dtype=torch.long), *parts], 1)
@@ -124,29 +126,6 @@ class Visits:
     @property
     def _record_bytes(self) -> int:
         return self._codec.bytes_per_row(*widths(self.stream))
-
-    def last(self) -> Tensor:
-        """(visits,): whether each is of the last step that saw its sample."""
-        _, sample = torch.unique(self.samples, return_inverse=True)
-        last = torch.zeros(int(sample.max()) + 1 if len(sample) else 0, dtype=torch.long)
-        last.scatter_reduce_(0, sample, self.steps, "amax")
-        return torch.eq(self.steps, last[sample])
-
-    def batch_sizes(self) -> Tensor:
-        """(visits,): how many samples the visit's step saw."""
-        pairs = torch.unique(torch.stack([self.steps, self.samples]), dim=1)
-        steps, counts = torch.unique(pairs[0], return_counts=True)
-        return torch.index_select(counts, 0, torch.searchsorted(steps, self.steps))
-
-    def gather(
-        self, parts: Sequence[Tensor], with_keys: bool = True
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows of some visits after others, keys and values; valid until the next."""
-        stored, begin = self.load(torch.cat(list(parts)), with_keys), 0
-        for part in parts:
-            end = begin + int(self.records[part].sum())
-            yield self.made(stored, begin, end)
-            begin = end
 
     def load(self, chosen: Tensor, with_keys: bool = True) -> dict[str, Tensor]:
         """The arrays of some visits' records, one visit after the other; keys only if needed."""

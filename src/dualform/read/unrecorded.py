@@ -38,10 +38,10 @@ ROUNDING = 256
 
 
 @dataclass(frozen=True)
-class Beside:
+class Unrecorded:
     """(queries, outputs): what parameters without rows give; before training, and what came since.
 
-    >>> Beside.nothing(2, 3).total.shape
+    >>> Unrecorded.nothing(2, 3).total.shape
     torch.Size([2, 3])
     """
 
@@ -49,7 +49,7 @@ class Beside:
     by_step: Tensor
 
     @classmethod
-    def nothing(cls, queries: int, outputs: int) -> Beside:
+    def nothing(cls, queries: int, outputs: int) -> Unrecorded:
         """No parameter is without rows."""
         zero = torch.zeros(queries, outputs, dtype=torch.float64)
         return cls(zero, zero)
@@ -59,8 +59,8 @@ class Beside:
         """Both."""
         return self.initial + self.by_step
 
-    def __getitem__(self, queries: Tensor) -> Beside:
-        return Beside(self.initial[queries], self.by_step[queries])
+    def __getitem__(self, queries: Tensor) -> Unrecorded:
+        return Unrecorded(self.initial[queries], self.by_step[queries])
 
 
 class OutputWatching(Watching):
@@ -85,7 +85,7 @@ class OutputWatching(Watching):
         return outputs[0].detach().clone() if known else None
 
 
-def beside_rows(
+def unrecorded_part(
     rows: Rows,
     recorded: Mapping[str, Term],
     keys: Tensor,
@@ -93,7 +93,7 @@ def beside_rows(
     parameters: Mapping[str, Tensor],
     ledger: Ledger,
     width: int,
-) -> Beside:
+) -> Unrecorded:
     """What a use gives through everything that is not among the recorded terms.
 
     Args:
@@ -102,7 +102,7 @@ def beside_rows(
         parameters: all of the model's, as they are.
     """
     first = ledger.weights(0)
-    found = Beside.nothing(len(keys), width)
+    found = Unrecorded.nothing(len(keys), width)
     given = torch.zeros_like(found.initial)
     for name, term in rows.site.terms.items():
         now = parameters[name].detach().cpu().double()
@@ -110,7 +110,7 @@ def beside_rows(
         given += part
         if name not in recorded:
             before = _given(term, first[name].double(), keys, width) if name in first else part
-            found = Beside(found.initial + before, found.by_step + part - before)
+            found = Unrecorded(found.initial + before, found.by_step + part - before)
     if output is None:
         return found
     computed = output.double() - given
@@ -118,8 +118,8 @@ def beside_rows(
     if bool(computed.abs().amax() <= ROUNDING * torch.finfo(output.dtype).eps * size):
         return found
     if _has_moved(rows, parameters, first):
-        return Beside(found.initial, found.by_step + computed)
-    return Beside(found.initial + computed, found.by_step)
+        return Unrecorded(found.initial, found.by_step + computed)
+    return Unrecorded(found.initial + computed, found.by_step)
 
 
 def _given(term: Term, parameter: Tensor, keys: Tensor, width: int) -> Tensor:

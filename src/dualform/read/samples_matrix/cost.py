@@ -11,12 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dualform.layers import positions
 from dualform.ledger import Book, Stream, Term
 from dualform.memory.forms import form_named
 from dualform.read.coefficients import Accounting
-from dualform.read.grouped import Grouping
-from dualform.read.matrix import COLUMN_BYTES
-from dualform.read.scan import Scan
+from dualform.read.grouping import Grouping
+from dualform.read.samples_matrix.matrix import COLUMN_BYTES
+from dualform.read.scan import count_records
 
 OPERATIONS_A_BYTE = 10
 """How many operations a processor does in the time in which it moves a byte."""
@@ -96,15 +97,16 @@ def work_of(
     """
     ledger, until = accounting.ledger, accounting.until
     names = {name for book in books for name in book.terms}
-    scans = {s.name: (s, Scan(ledger, s, until)) for s in ledger.info.streams if s.name in names}
+    streams = {s.name: s for s in ledger.info.streams if s.name in names}
+    records = {name: count_records(ledger, stream, until) for name, stream in streams.items()}
     if by_numbers is None:
         by_numbers = accounting.rule.by_numbers
     parameters = sum(book.size for book in books)
     cut = by_numbers and grouping.by_visit
     return Work(
-        row_bytes=sum(4.0 * scan.records * _width(stream) for stream, scan in scans.values()),
+        row_bytes=sum(4.0 * records[name] * _width(stream) for name, stream in streams.items()),
         products=sum(
-            float(scans[name][1].rows) * _block(scans[name][0], term, book)
+            float(records[name] * positions(streams[name])) * _block(streams[name], term, book)
             for book in books
             for name, term in book.terms.items()
         ),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.read.axes import query_axis
 from dualform.read.gradients import Gradients
+from dualform.read.query_axis import query_axis
 from dualform.read.targets import Asked
 
 SAMPLES, STEPS = 6, 5

@@ -6,7 +6,7 @@ rather than of time, each once, so that repeated visits of a sample meet in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,62 +17,9 @@ from dualform.memory.blocks import Sides
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
 from dualform.memory.views import Region
+from dualform.read.grouping import Grouping
 from dualform.read.progress import LateProgress
-from dualform.read.scan import Chunk
-from dualform.read.visits import Visits
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """Which rows belong together: `of(steps, samples, positions)` is the number of their group.
-
-    >>> by_step = Grouping(4, lambda steps, samples, positions: steps)
-    >>> by_step.of(torch.tensor([1, 1, 3]), torch.zeros(3), torch.zeros(3))
-    tensor([1, 1, 3])
-    """
-
-    count: int
-    of: Callable[[Tensor, Tensor, Tensor], Tensor]
-    by_visit: bool = False
-    """Whether all rows that one use of a layer left of a sample belong together."""
-
-    def of_chunk(self, chunk: Chunk) -> Tensor:
-        """The group of each row of a chunk, where the chunk is."""
-        columns = (c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions))
-        return self.of(*columns).to(chunk.keys.device)
-
-    def of_visits(self, visits: Visits, chosen: Tensor) -> Tensor:
-        """The group of some visits' first rows."""
-        steps, samples = visits.steps[chosen], visits.samples[chosen]
-        return self.of(steps, samples, torch.zeros_like(steps))
-
-    def of_rows(self, visits: Visits, chosen: Tensor, first: Tensor) -> Tensor:
-        """The group of each row of some visits, given those of their first rows."""
-        if self.by_visit:
-            return first.repeat_interleave(visits.rows[chosen])
-        return self.of(*visits.of_rows(chosen))
-
-    @classmethod
-    def by_sample(cls, numbers: Tensor) -> Grouping:
-        """One group for each of the samples, in the order of their stored ids."""
-
-        def of(steps: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
-            return torch.searchsorted(numbers, samples)
-
-        return cls(len(numbers), of, by_visit=True)
-
-    @classmethod
-    def by_step(cls, until: int) -> Grouping:
-        """One group for each step, by its number."""
-        return cls(until + 1, lambda steps, samples, at: steps, by_visit=True)
-
-    @classmethod
-    def by_position(cls, numbers: Tensor, most: int) -> Grouping:
-        """One group for each position of each sample; a sample has at most so many."""
-        return cls(
-            len(numbers) * most,
-            lambda steps, samples, at: torch.searchsorted(numbers, samples) * most + at,
-        )
+from dualform.read.samples_matrix.visits import Visits
 
 
 @dataclass(frozen=True)
@@ -86,25 +33,24 @@ class Receiver:
     term: Term
     region: Region
     weights: Tensor
-    turn: Callable[[Sides], Sides] | None = None
 
     def sides(
         self, keys: Tensor, values: Tensor, weights: Tensor, shared: Sequence[Tensor] = ()
     ) -> AnySides:
-        """Rows as they are to be added; `shared` are their matrices, and which is whose."""
+        """Rows as they are to be added: times a number each, on the side where it costs less.
+
+        `shared` are their matrices, and which is whose.
+        """
         found = form_named(self.term.form).rows(keys, values, self.term.groups, self.term.at)
-        found = _weighed(found if self.turn is None else self.turn(found), weights)
-        return SharedSides(found, *shared) if shared else found
-
-
-def _weighed(sides: Sides, weights: Tensor) -> Sides:
-    """Rows times a number each, on the side where that costs less."""
-    a, b, column = sides.a, sides.b, weights[:, None]
-    if b is None:
-        return Sides(a, column.to(a), sides.at)
-    if b.ndim == 2 and (a.ndim == 1 or b.shape[1] <= a.shape[1]):
-        return Sides(a, b * column.to(b), sides.at)
-    return Sides(a * column.to(a), b, sides.at)
+        a, b, column = found.a, found.b, weights[:, None]
+        if b is None:
+            b = column.to(a)
+        elif b.ndim == 2 and (a.ndim == 1 or b.shape[1] <= a.shape[1]):
+            b = b * column.to(b)
+        else:
+            a = a * column.to(a)
+        weighed = Sides(a, b, found.at)
+        return SharedSides(weighed, *shared) if shared else weighed
 
 
 class InOrder:
@@ -119,12 +65,21 @@ class InOrder:
     ) -> None:
         self.visits, self._grouping, self._with_keys = visits, grouping, with_keys
         chosen = torch.nonzero(counted).flatten()
-        self._numbers, order = grouping.of_visits(visits, chosen).sort(stable=True)
+        steps, samples = visits.steps[chosen], visits.samples[chosen]
+        groups = grouping.of(steps, samples, torch.zeros_like(steps))  # of their first rows
+        self._numbers, order = groups.sort(stable=True)
         self._chosen = chosen[order]
         records = visits.records[self._chosen]
         self._at = torch.cat([records.new_zeros(1), records.cumsum(0)])
         self._loaded: tuple[int, int, dict[str, Tensor]] = (0, 0, {})
         self._progress = LateProgress(visits.stream.name, len(chosen))
+
+    @classmethod
+    def counted(cls, visits: Visits, grouping: Grouping, receivers: Sequence[Receiver]) -> InOrder:
+        """The visits that count for any of the receivers; the others are not read."""
+        counted = torch.stack([receiver.weights != 0 for receiver in receivers]).any(0)
+        with_keys = any(form_named(receiver.term.form).needs_keys for receiver in receivers)
+        return cls(visits, grouping, counted, with_keys)
 
     def __enter__(self) -> InOrder:
         self._progress.__enter__()
@@ -148,7 +103,10 @@ class InOrder:
                 some = slice(at, at + size)
                 visits, own = self._chosen[some], self._numbers[some]
                 here = (self._at[[some.start, some.stop]] - self._at[first]).tolist()
-                groups = self._grouping.of_rows(self.visits, visits, own)
+                if self._grouping.by_visit:
+                    groups = own.repeat_interleave(self.visits.rows[visits])
+                else:
+                    groups = self._grouping.of(*self.visits.of_rows(visits))
                 yield visits, groups, self.visits.made(stored, *here)
                 at += size
                 self._progress.advance(size)
@@ -168,40 +126,23 @@ class InOrder:
         return self._loaded
 
 
-def in_order(visits: Visits, grouping: Grouping, receivers: Sequence[Receiver]) -> InOrder:
-    """The visits that count for any of the receivers; the others are not read."""
-    counted = torch.stack([receiver.weights != 0 for receiver in receivers]).any(0)
-    with_keys = any(form_named(receiver.term.form).needs_keys for receiver in receivers)
-    return InOrder(visits, grouping, counted, with_keys)
-
-
 def add_visits(
     ordered: InOrder, receivers: Sequence[Receiver], begin: int = 0, end: int | None = None
 ) -> None:
     """Adds what the visits of the groups from `begin` on add to some parts of parameters."""
     stop = begin + len(receivers[0].into) if end is None else end
     for chosen, groups, rows in ordered.between(begin, stop):
-        _add_rows(rows, groups - begin, receivers, chosen, ordered.visits)
-
-
-def _add_rows(
-    rows: tuple[Tensor, Tensor],
-    groups: Tensor,
-    receivers: Sequence[Receiver],
-    chosen: Tensor,
-    visits: Visits,
-) -> None:
-    """Adds the rows, keys and values, of some visits, given the group of each row."""
-    counts = visits.rows[chosen]
-    shared: Sequence[Tensor] = ()
-    if visits.stream.shared:
-        matrices, which = visits.matrices(chosen)
-        shared = (matrices, which.repeat_interleave(counts))
-    for receiver in receivers:
-        weights, device = receiver.weights[chosen].repeat_interleave(counts), receiver.into.device
-        keys, values, weights = (t.to(device) for t in (*rows, weights))
-        sides = receiver.sides(keys, values, weights, [t.to(device) for t in shared])
-        add_groups(receiver.into, sides, groups, receiver.region)
+        counts = ordered.visits.rows[chosen]
+        shared: Sequence[Tensor] = ()
+        if ordered.visits.stream.shared:
+            matrices, which = ordered.visits.matrices(chosen)
+            shared = (matrices, which.repeat_interleave(counts))
+        for receiver in receivers:
+            device = receiver.into.device
+            weights = receiver.weights[chosen].repeat_interleave(counts)
+            keys, values, weights = (t.to(device) for t in (*rows, weights))
+            sides = receiver.sides(keys, values, weights, [t.to(device) for t in shared])
+            add_groups(receiver.into, sides, groups - begin, receiver.region)
 
 
 def _whole_groups(numbers: Tensor, each: int) -> list[int]:

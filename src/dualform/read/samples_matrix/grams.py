@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dualform.memory.views import Region
-from dualform.read.columns import Columns
-from dualform.read.matrix import Matrix
-from dualform.read.sparse import SparseLines
+from dualform.read.samples_matrix.columns import Columns
+from dualform.read.samples_matrix.matrix import Matrix
+from dualform.read.samples_matrix.sparse import SparseLines
 
 GRAM_BYTES = 1 << 30
 """How large the Gram matrices may be that are added up in one scan."""

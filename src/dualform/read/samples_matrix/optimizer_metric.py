@@ -20,20 +20,21 @@ from dualform.optimizers import (
     times,
 )
 from dualform.read.coefficients import Accounting
-from dualform.read.columns import Columns
-from dualform.read.cost import work_of
-from dualform.read.grouped import Grouping
-from dualform.read.matrix import Contributions, by_blocks
-from dualform.read.replay import Moment, kept_moment, step_gradients
-from dualform.read.rowwise import row_sums
-from dualform.read.visits import Visits
+from dualform.read.contributions import row_sums
+from dualform.read.grouping import Grouping
+from dualform.read.replay import Moment, kept_moment
+from dualform.read.samples_matrix.columns import Columns
+from dualform.read.samples_matrix.cost import work_of
+from dualform.read.samples_matrix.folds import StepWeights
+from dualform.read.samples_matrix.matrix import SamplesMatrix, by_blocks
+from dualform.read.step_gradients import step_gradients
 
 MOMENTS = 8
 """At how many of the kept steps the optimizer's memory is looked at."""
 SMALLEST = 1e-12
 
 
-class Natural:
+class OptimizerMetric:
     """`C h^(−½)`: contributions in the metric of the optimizer.
 
     Where a step's coefficients are one for each element, contributions are taken for `h` times the
@@ -43,8 +44,9 @@ class Natural:
 
     def __init__(self, accounting: Accounting, grouping: Grouping) -> None:
         self.groups, self._accounting, self._grouping = grouping.count, accounting, grouping
-        self._exact = Contributions(accounting, grouping)
-        self._rated = Contributions(accounting, grouping, None, self._weights)
+        self._exact = SamplesMatrix(accounting, grouping)
+        rates = {book.name: self._by_step(book) for book in self.books}
+        self._rated = SamplesMatrix(accounting, grouping, None, StepWeights(rates))
         self._sizes: dict[str, Tensor | None] = {}
 
     @property
@@ -125,10 +127,6 @@ class Natural:
         columns.values.mul_(scale)
         return replace(columns, scale=scale)
 
-    def _weights(self, book: Book, visits: Visits) -> Tensor:
-        """Gradients as the optimizer saw them, times its learning rate."""
-        return -self._rates(book)[visits.steps - 1]
-
     def _rates(self, book: Book) -> Tensor:
         """(T,): the rate and the factor of each step's rows."""
         by_row = torch.from_numpy(self._accounting.states(book) == BY_ROW)
@@ -165,7 +163,7 @@ class Natural:
         accounting = self._accounting
         rule = accounting.rule.replayed
         hyper = accounting.history(book).at(step, rule.fields)
-        at: Moment = kept_moment(accounting.ledger, rule, book, step, accounting.device)
+        at: Moment = kept_moment(accounting.reader, rule, book, step)
         nothing = torch.zeros_like(at.W)
         transition, _ = rule.transition(hyper, at.state, at.W, at.b, nothing)
         return as_operator(times(transition.in_the_end(), 1 / (hyper["lr"] or 1.0)))
@@ -180,9 +178,7 @@ class Natural:
         rated = torch.zeros_like(moved)
         for span in accounting.spans([book]):
             operators = span.coefficients[book.name].operators
-            found = step_gradients(
-                accounting.ledger, book, span.first, span.last, accounting.device
-            )
+            found = step_gradients(accounting.reader, book, span.first, span.last)
             for step, gradient in found.items():
                 if step in operators:
                     numbers = operators[step].diagonal(book.shape)

@@ -34,7 +34,7 @@ def columns(names: Iterable[str], words: Collection[str]) -> Table:
     return table
 
 
-class Shown(ABC):
+class Displayed(ABC):
     """Gives a result its appearance: `__rich__` is written once, the rest follows."""
 
     @abstractmethod
@@ -59,7 +59,7 @@ def _silent(**options: Any) -> Console:
     return Console(file=StringIO(), width=WIDTH, force_jupyter=False, **options)
 
 
-class Amounts(Shown):
+class Amounts(Displayed):
     """Numbers with one column a query, which convert; a subclass says what its lines are."""
 
     values: NDArray[np.float64]

@@ -1,0 +1,143 @@
+"""Which rows are summed up together: by sample, by step, by position, or by several of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.read.scan import Chunk
+
+
+class Grouping(ABC):
+    """Gives each row the number of its group; plain data, so that it can be sent anywhere.
+
+    >>> Grouping.by_step(3).of(torch.tensor([1, 1, 3]), torch.zeros(3), torch.zeros(3))
+    tensor([1, 1, 3])
+    """
+
+    by_visit = False
+    """Whether all rows that one use of a layer left of a sample belong together."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many groups there are."""
+
+    @abstractmethod
+    def of(self, steps: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+        """(rows,): the group of each row, from its step, its sample's stored id and position."""
+
+    def of_chunk(self, chunk: Chunk) -> Tensor:
+        """The group of each row of a chunk, where the chunk is."""
+        columns = (c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions))
+        return self.of(*columns).to(chunk.keys.device)
+
+    @staticmethod
+    def by_sample(numbers: Tensor) -> Grouping:
+        """One group for each of the samples, in the order of their stored ids."""
+        return BySample(numbers)
+
+    @staticmethod
+    def by_step(until: int) -> Grouping:
+        """One group for each step, by its number."""
+        return ByStep(until)
+
+    @staticmethod
+    def by_position(numbers: Tensor, most: int) -> Grouping:
+        """One group for each position of each sample; a sample has at most so many."""
+        return ByPosition(numbers, most)
+
+
+@dataclass(frozen=True)
+class BySample(Grouping):
+    """One group for each sample."""
+
+    numbers: Tensor
+    """(samples,): stored ids, sorted."""
+    by_visit = True
+
+    @property
+    def count(self) -> int:
+        """One for each sample."""
+        return len(self.numbers)
+
+    def of(self, steps: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+        """The place of each row's sample."""
+        return torch.searchsorted(self.numbers, samples)
+
+
+@dataclass(frozen=True)
+class ByStep(Grouping):
+    """One group for each step."""
+
+    until: int
+    by_visit = True
+
+    @property
+    def count(self) -> int:
+        """One for each step, and one for step 0, which has no rows."""
+        return self.until + 1
+
+    def of(self, steps: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+        """The number of each row's step."""
+        return steps
+
+
+@dataclass(frozen=True)
+class ByPosition(Grouping):
+    """One group for each position of each sample."""
+
+    numbers: Tensor
+    most: int
+
+    @property
+    def count(self) -> int:
+        """As many positions for each sample."""
+        return len(self.numbers) * self.most
+
+    def of(self, steps: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+        """Positions of a sample lie side by side."""
+        return torch.searchsorted(self.numbers, samples) * self.most + positions
+
+
+@dataclass(frozen=True)
+class ByCell(Grouping):
+    """One group for each cell of a table: lines of samples × bins of steps × positions.
+
+    Rows whose sample, step or position has no place in it are in one last group.
+
+    >>> numbers, no = torch.tensor([5, 8]), -1
+    >>> cells = ByCell(numbers, torch.tensor([no, 0]), torch.tensor([no, 0, 0, 1]), bins=2)
+    >>> cells.of(torch.tensor([1, 3, 3]), torch.tensor([8, 8, 5]), torch.tensor([0, 0, 0]))
+    tensor([0, 1, 2])
+    """
+
+    numbers: Tensor
+    """(samples,): stored ids, sorted."""
+    lines: Tensor
+    """(samples,): each sample's line; -1 for none."""
+    bin_of: Tensor
+    """(steps + 1,): the bin of each step; -1 for none."""
+    bins: int
+    positions: int = 1
+    """How many positions are told apart; those beyond count as the last."""
+    only: int | None = None
+    """The one position that counts, if one does."""
+
+    @property
+    def count(self) -> int:
+        """All cells, and one more."""
+        return (int(self.lines.max()) + 1) * self.bins * self.positions + 1
+
+    def of(self, steps: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
+        """Positions lie side by side, then bins, then lines."""
+        line, when = self.lines[torch.searchsorted(self.numbers, samples)], self.bin_of[steps]
+        place = positions.clamp_max(self.positions - 1)
+        cell = (line * self.bins + when) * self.positions + place
+        outside = (line < 0) | (when < 0)
+        if self.only is not None:
+            outside |= positions != self.only
+        return torch.where(outside, self.count - 1, cell)

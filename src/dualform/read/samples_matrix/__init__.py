@@ -1,0 +1,1 @@
+"""The ledger as a matrix, samples × parameters; README.md tells the story."""
