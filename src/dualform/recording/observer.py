@@ -185,9 +185,9 @@ class StepObserver:
         """What the optimizer remembers now of the books kept by row."""
         state = self._optimizer.state
         found = {
-            name: [part for part in state[p].values() if isinstance(part, Tensor)]
+            name: [part for part in own.values() if isinstance(part, Tensor)]
             for name, _, p in self._arranged.by_row
-            if p in state
+            if (own := state.get(p)) is not None
         }
         counts = iter(versions_of([part for parts in found.values() for part in parts]))
         return {name: [(part, next(counts)) for part in parts] for name, parts in found.items()}
