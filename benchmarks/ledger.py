@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.timing import compare
 from dualform.ledger import (
-    Block,
     Book,
     Declaration,
     Ledger,
     LedgerWriter,
     RunInfo,
+    ShardBlock,
     Stream,
     Term,
 )
@@ -31,7 +31,7 @@ WIDTH = 256
 STREAM = Stream("fc", (WIDTH,), (WIDTH,))
 
 
-def make_blocks(rows: int, per_block: int) -> list[Block]:
+def make_blocks(rows: int, per_block: int) -> list[ShardBlock]:
     """Blocks that share their arrays: what is timed is writing, not making numbers."""
     keys, values = torch.randn(per_block, WIDTH), torch.randn(per_block, WIDTH)
     blocks = []
@@ -47,7 +47,7 @@ def make_blocks(rows: int, per_block: int) -> list[Block]:
             "hyper": [torch.tensor([[[0.1, 0, 0, 0, 0, 0]]], dtype=torch.float64)],
             "factors": [torch.ones(1, 1, dtype=torch.float64)],
         }
-        blocks.append(Block(step, step, arrays))
+        blocks.append(ShardBlock(step, step, arrays))
     blocks[0].streams = [Declaration(STREAM, {"fc.weight": Term("outer")})]
     return blocks
 
@@ -63,7 +63,7 @@ def info() -> RunInfo:
     )
 
 
-def write_ledger(path: Path, blocks: list[Block], per_shard: int) -> None:
+def write_ledger(path: Path, blocks: list[ShardBlock], per_shard: int) -> None:
     """Appends all blocks, a flush every `per_shard`."""
     initial = {"fc.weight": torch.zeros(WIDTH, WIDTH)}
     writer = LedgerWriter.create(path, info(), initial, overwrite=True)
@@ -75,7 +75,7 @@ def write_ledger(path: Path, blocks: list[Block], per_shard: int) -> None:
     writer.close()
 
 
-def write_raw(path: Path, blocks: list[Block], per_shard: int) -> None:
+def write_raw(path: Path, blocks: list[ShardBlock], per_shard: int) -> None:
     """The same keys and values through a memory map, made durable at the same points."""
     rows = len(blocks) * len(blocks[0].arrays["fc/keys"][0])
     raw = np.memmap(path, np.float32, "w+", shape=(2, rows, WIDTH))

@@ -304,3 +304,12 @@ def test_every_name_of_the_front_door_is_found() -> None:
         assert getattr(dualform, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'recrod'"):
         dualform.recrod  # noqa: B018
+
+
+def test_classes_have_names_of_their_own() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -57,7 +57,7 @@ def transformers_trainer(folder: Path, how: str, kill: bool) -> Trainer:
     )
     callbacks = [
         *([Killer()] if kill else []),
-        transformers.RecordCallback(folder / "run"),
+        transformers.TransformersCallback(folder / "run"),
         *([Late()] if how == "late" else []),
     ]
     data = Columns()
@@ -106,6 +106,6 @@ def train_lightning(folder: Path, how: str, resume: Path | None = None) -> None:
         enable_model_summary=False,
         default_root_dir=folder,
         plugins=[Files(how)],
-        callbacks=[saves, lightning.RecordCallback(folder / "run")],
+        callbacks=[saves, lightning.LightningCallback(folder / "run")],
     )
     trainer.fit(Module(), DataLoader(Pairs(), batch_size=4), ckpt_path=resume)

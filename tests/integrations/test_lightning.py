@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import dualform
 from dualform.errors import RecordingError
-from dualform.integrations.lightning import RecordCallback
+from dualform.integrations.lightning import LightningCallback
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
@@ -78,7 +78,7 @@ def test_rows_have_their_ids_and_training_is_the_same(
     accumulate: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     modules = []
-    for callbacks in ([RecordCallback(tmp_path / "run")], []):
+    for callbacks in ([LightningCallback(tmp_path / "run")], []):
         seed_everything(3, workers=True, verbose=False)
         module = Validated()
         trainer = trainer_of(tmp_path, *callbacks, accumulate_grad_batches=accumulate)
@@ -97,7 +97,7 @@ def test_loaders_made_anew_and_steps_that_end_early(tmp_path: Path) -> None:
     module = Module()
     trainer = trainer_of(
         tmp_path,
-        RecordCallback(tmp_path / "run"),
+        LightningCallback(tmp_path / "run"),
         max_epochs=20,
         max_steps=11,
         limit_train_batches=3,
@@ -112,7 +112,7 @@ def test_loaders_made_anew_and_steps_that_end_early(tmp_path: Path) -> None:
 def test_an_exception_leaves_the_run_and_checkpoints_go_on(tmp_path: Path) -> None:
     def train(module: Module, **settings: Any) -> None:
         saves = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
-        callbacks = RecordCallback(tmp_path / "run"), saves
+        callbacks = LightningCallback(tmp_path / "run"), saves
         trainer_of(tmp_path, *callbacks, enable_checkpointing=True).fit(
             module, DataLoader(Pairs(), batch_size=4), **settings
         )
@@ -136,8 +136,8 @@ class Stream(IterableDataset[Any]):
 def test_ids_of_a_stream(tmp_path: Path) -> None:
     module, loader = Module(), DataLoader(Stream(), batch_size=4)
     with pytest.raises(RecordingError, match=r"a Stream, .* ids_of=lambda batch"):
-        trainer_of(tmp_path, RecordCallback(tmp_path / "run")).fit(module, loader)
-    callback = RecordCallback(tmp_path / "run", ids_of=lambda batch: batch[0].argmax(1))
+        trainer_of(tmp_path, LightningCallback(tmp_path / "run")).fit(module, loader)
+    callback = LightningCallback(tmp_path / "run", ids_of=lambda batch: batch[0].argmax(1))
     trainer_of(tmp_path, callback).fit(module, loader)
     check_run(tmp_path / "run", module.net, 1, "net.first")
 
@@ -152,7 +152,7 @@ class Two(Module):
 
 
 def test_what_cannot_be_recorded_yet(tmp_path: Path) -> None:
-    callback = RecordCallback(tmp_path / "run")
+    callback = LightningCallback(tmp_path / "run")
     with pytest.raises(RecordingError, match="gave 2 optimizers"):
         trainer_of(tmp_path, callback).fit(Two(), loader_of())
     with pytest.raises(RecordingError, match="was given a dict; give one DataLoader"):
@@ -166,7 +166,7 @@ def test_what_cannot_be_recorded_yet(tmp_path: Path) -> None:
 
 
 def test_other_stages_are_left_alone(tmp_path: Path) -> None:
-    callback = RecordCallback(tmp_path / "run")
+    callback = LightningCallback(tmp_path / "run")
     trainer_of(tmp_path, callback).validate(
         Validated(), DataLoader(Pairs(), batch_size=8), verbose=False
     )
@@ -177,7 +177,7 @@ def test_other_stages_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_samples_are_described(tmp_path: Path) -> None:
-    callback = RecordCallback(tmp_path / "run", dataset=Pairs())
+    callback = LightningCallback(tmp_path / "run", dataset=Pairs())
     trainer_of(tmp_path, callback, max_epochs=1).fit(Module(), loader_of())
     assert callback.recorder.step == 6
     assert dualform.open(tmp_path / "run").samples.labels == {i: int(Y[i]) for i in range(len(Y))}

@@ -23,7 +23,7 @@ from transformers import (
 
 import dualform
 from dualform.errors import RecordingEndedWarning, RecordingError
-from dualform.integrations.transformers import RecordCallback
+from dualform.integrations.transformers import TransformersCallback
 from dualform.recording.pages import PageWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
@@ -69,7 +69,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_rows_have_their_ids_and_training_is_the_same(name: str, tmp_path: Path) -> None:
     recorded, plain = Net(), Net()
     args = arguments(tmp_path, **SETTINGS[name])
-    trainer_of(recorded, args, RecordCallback(tmp_path / "run")).train()
+    trainer_of(recorded, args, TransformersCallback(tmp_path / "run")).train()
     trainer_of(plain, args).train()
     assert same_weights(recorded, plain)
     accumulate = args.gradient_accumulation_steps
@@ -80,7 +80,7 @@ def test_rows_have_their_ids_and_training_is_the_same(name: str, tmp_path: Path)
 
 
 def test_the_loader_is_given_back_as_it_was(tmp_path: Path) -> None:
-    trainer = trainer_of(Net(), arguments(tmp_path), RecordCallback(tmp_path / "run"))
+    trainer = trainer_of(Net(), arguments(tmp_path), TransformersCallback(tmp_path / "run"))
     trainer.train()
     loader = trainer.callback_handler.train_dataloader
     assert type(loader.dataset) is Columns
@@ -98,7 +98,7 @@ def test_best_weights_loaded_at_the_end_are_not_taken_for_the_last(tmp_path: Pat
         metric_for_best_model="eval_loss",
         greater_is_better=True,  # the first is the best
     )
-    callbacks = RecordCallback(tmp_path / "run"), EarlyStoppingCallback(1)
+    callbacks = TransformersCallback(tmp_path / "run"), EarlyStoppingCallback(1)
     trainer_of(net, args, *callbacks, eval_dataset=Columns()).train()
     run = check_run(tmp_path / "run", net)
     assert not torch.equal(run.state_dict()["first.weight"], net.first.weight)
@@ -118,7 +118,7 @@ class Stumbling(Net):
 def test_training_that_breaks_off_leaves_its_run(tmp_path: Path) -> None:
     for close in (True, False):
         net, path = Stumbling(), tmp_path / f"run {close}"
-        callback = RecordCallback(path)
+        callback = TransformersCallback(path)
         trainer = trainer_of(net, arguments(tmp_path), callback)
         with pytest.raises(KeyboardInterrupt):
             trainer.train()
@@ -136,11 +136,11 @@ def test_going_on_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
     trainer_of(whole, args).train()
     for checkpoint in (tmp_path / "out").iterdir():
         checkpoint.rename(tmp_path / f"old {checkpoint.name}")
-    callback = RecordCallback(tmp_path / "run")
+    callback = TransformersCallback(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         trainer_of(broken, args, callback).train()
     callback.close()
-    again = trainer_of(resumed, args, RecordCallback(tmp_path / "run"))
+    again = trainer_of(resumed, args, TransformersCallback(tmp_path / "run"))
     again.train(resume_from_checkpoint=True)
     assert same_weights(resumed, whole)
     resumed.diary = broken.diary[:5] + resumed.diary
@@ -150,7 +150,7 @@ def test_going_on_from_a_checkpoint_of_the_trainer(tmp_path: Path) -> None:
 class Choosy(Trainer):
     """A `compute_loss` that picks from its inputs."""
 
-    callback: RecordCallback | None = None
+    callback: TransformersCallback | None = None
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         if self.callback is not None:
@@ -159,17 +159,19 @@ class Choosy(Trainer):
 
 
 def test_a_loss_that_hides_the_ids(tmp_path: Path) -> None:
-    trainer = trainer_of(Net(), arguments(tmp_path), RecordCallback(tmp_path / "a"), kind=Choosy)
+    trainer = trainer_of(
+        Net(), arguments(tmp_path), TransformersCallback(tmp_path / "a"), kind=Choosy
+    )
     with pytest.raises(RecordingError, match=r"callback\.samples\(inputs\.pop"):
         trainer.train()
 
-    net, callback = Net(), RecordCallback(tmp_path / "b")
+    net, callback = Net(), TransformersCallback(tmp_path / "b")
     trainer = trainer_of(net, arguments(tmp_path), callback, kind=Choosy)
     trainer.callback = callback
     trainer.train()
     check_run(tmp_path / "b", net)
 
-    trainer_of(Net(), arguments(tmp_path), RecordCallback(tmp_path / "c", ids=False)).train()
+    trainer_of(Net(), arguments(tmp_path), TransformersCallback(tmp_path / "c", ids=False)).train()
     assert dualform.open(tmp_path / "c").ids == list(range(3 * COUNT))
 
 
@@ -181,7 +183,7 @@ class Stream(IterableDataset[dict[str, Any]]):
 def test_streams_are_numbered_in_order(tmp_path: Path) -> None:
     args = arguments(tmp_path, max_steps=8)
     net = Net()
-    trainer_of(net, args, RecordCallback(tmp_path / "run"), train_dataset=Stream()).train()
+    trainer_of(net, args, TransformersCallback(tmp_path / "run"), train_dataset=Stream()).train()
     run = dualform.open(tmp_path / "run")
     assert run.ids == list(range(sum(map(len, net.diary))))
 
@@ -203,7 +205,7 @@ def test_a_language_model_and_its_adapter(tmp_path: Path) -> None:
     adapter = get_peft_model(LlamaForCausalLM(config), lora)
     for name, net in {"all": LlamaForCausalLM(config), "lora": adapter}.items():
         net.double()  # the changes are small against the weights
-        trainer_of(net, args, RecordCallback(tmp_path / name), train_dataset=data).train()
+        trainer_of(net, args, TransformersCallback(tmp_path / name), train_dataset=data).train()
         run = dualform.open(tmp_path / name)
         audit = run.audit()
         assert audit.remainder <= 1e-6
@@ -230,11 +232,13 @@ def test_what_cannot_be_recorded_yet(setting: dict[str, Any], cure: str, tmp_pat
     usual = {"world_size": 1, "n_gpu": 1, "torch_compile": False, "deepspeed": None, "fsdp": []}
     args: Any = SimpleNamespace(**(usual | {"auto_find_batch_size": False} | setting))
     with pytest.raises(RecordingError, match=cure):
-        RecordCallback(tmp_path / "run").on_train_begin(args, None, None)  # type: ignore[arg-type]
+        TransformersCallback(tmp_path / "run").on_train_begin(args, None, None)  # type: ignore[arg-type]
 
 
 def test_a_second_training_does_not_overwrite_the_first(tmp_path: Path) -> None:
-    trainer = trainer_of(Net(), arguments(tmp_path, max_steps=2), RecordCallback(tmp_path / "run"))
+    trainer = trainer_of(
+        Net(), arguments(tmp_path, max_steps=2), TransformersCallback(tmp_path / "run")
+    )
     trainer.train()
     with pytest.raises(dualform.DualformError, match="overwrite=True"):
         trainer.train()
@@ -255,7 +259,7 @@ class Tokens(Columns):
 
 def test_samples_are_described(tmp_path: Path) -> None:
     """By the dataset, by the Trainer's tokenizer, and afterwards by the recorder or its path."""
-    callback = RecordCallback(tmp_path / "run", dataset=Columns())
+    callback = TransformersCallback(tmp_path / "run", dataset=Columns())
     with pytest.raises(RecordingError, match=r"nothing has been recorded yet; trainer\.train\(\)"):
         _ = callback.recorder
     trainer_of(Net(), arguments(tmp_path, max_steps=2), callback).train()
@@ -273,7 +277,7 @@ def test_samples_are_described(tmp_path: Path) -> None:
 
     args, told = (
         arguments(tmp_path, max_steps=2),
-        RecordCallback(tmp_path / "told", dataset=Tokens()),
+        TransformersCallback(tmp_path / "told", dataset=Tokens()),
     )
     trainer_of(Net(), args, told, processing_class=Tokenizer()).train()
     preview = dualform.open(tmp_path / "told").samples.preview(3)
@@ -295,7 +299,7 @@ def test_a_failure_of_recording_is_not_the_trainer_s(
         return usual(self, step, *args)
 
     monkeypatch.setattr(PageWriter, "write", failing)
-    callback = RecordCallback(tmp_path / "run")
+    callback = TransformersCallback(tmp_path / "run")
     with pytest.warns(RecordingEndedWarning, match=r"MemoryError: no more of it.*up to step 4\."):
         trainer_of(recorded, args, callback).train()
     assert same_weights(recorded, plain)

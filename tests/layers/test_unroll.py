@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
-from dualform.layers.unroll import Call, WeightRows, is_recurrent, rows_of
+from dualform.layers.unroll import Recurrence, WeightRows, is_recurrent, rows_of
 
 INPUT, HIDDEN, TIME = 3, 4, 5
 LENGTHS = (2, 5, 1, 5)
@@ -40,7 +40,7 @@ class Watching(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[Recurrence] = []
         self.outputs: tuple[Tensor, ...] = ()
         self.rows: list[WeightRows] = []
 
@@ -49,7 +49,7 @@ class Watching(TorchFunctionMode):
     ) -> Any:
         if not is_recurrent(func):
             return func(*args, **(kwargs or {}))
-        self.calls.append(Call.of(func, args, kwargs))
+        self.calls.append(Recurrence.of(func, args, kwargs))
         result = func(*args, **(kwargs or {}))
         self.outputs = (result,) if isinstance(result, Tensor) else result
         if torch.is_grad_enabled():
@@ -64,7 +64,7 @@ class Case(NamedTuple):
     """A call that was trained on: what was given, and what the recorder would keep."""
 
     x: Tensor
-    call: Call
+    call: Recurrence
     rows: list[WeightRows]
 
 
@@ -136,7 +136,7 @@ def batch_first(net: nn.RNNBase, x: Tensor) -> Tensor:
     return x if net.batch_first else x.transpose(0, 1)
 
 
-def samples(call: Call) -> list[int]:
+def samples(call: Recurrence) -> list[int]:
     """The order of the samples within a call: packing sorts them, longest first."""
     if call.batch_sizes is None:
         return list(range(BATCH))
@@ -343,4 +343,4 @@ def test_dropout_that_cannot_be_replayed_is_refused() -> None:
 
 def test_other_functions_are_refused() -> None:
     with pytest.raises(ValueError, match="is_recurrent"):
-        Call.of(torch.relu, (torch.zeros(2),))
+        Recurrence.of(torch.relu, (torch.zeros(2),))

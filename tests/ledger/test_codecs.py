@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dualform.errors import CorruptError, FormatVersionError, LedgerError
-from dualform.ledger import Block, Codec, Declaration, Ledger, LedgerWriter, RunInfo, Stream
+from dualform.ledger import Codec, Declaration, Ledger, LedgerWriter, RunInfo, ShardBlock, Stream
 from dualform.ledger.codecs import CODECS, BFloat16, Exact, codec_named, read_codec
 from dualform.read.engine import ShardRange
 from dualform.read.scan import chunks, count_rows
@@ -60,7 +60,7 @@ def write(path: Path, blocks: list[tuple[torch.Tensor, list[Declaration]]]) -> L
         arrays = {"fc/keys": [keys], "fc/values": [torch.ones(2, 1).to(keys.dtype)]}
         arrays |= {"fc/segments": [torch.tensor([[step, 1, 1]])], "samples": [torch.arange(2)]}
         arrays |= {"batches": [torch.tensor([[1, 2]])]}
-        writer.append(Block(step, step, arrays, streams=streams))
+        writer.append(ShardBlock(step, step, arrays, streams=streams))
     writer.close()
     return Ledger(path)
 

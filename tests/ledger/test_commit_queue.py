@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dualform.errors import LedgerError
-from dualform.ledger import Block, Ledger, LedgerWriter, RunInfo, writer
+from dualform.ledger import Ledger, LedgerWriter, RunInfo, ShardBlock, writer
 from dualform.ledger.commit_queue import CommitQueue, Record
 
 PATIENCE = 30.0
@@ -95,7 +95,7 @@ def test_nothing_is_committed_after_a_write_that_failed(
 
     def write_four() -> None:
         for step in range(1, 5):
-            log.append(Block(step, step, {"fc/keys": [torch.ones(3, 2)]}))
+            log.append(ShardBlock(step, step, {"fc/keys": [torch.ones(3, 2)]}))
             log.pass_on()
         log.flush()
 

@@ -30,7 +30,7 @@ from dualform.errors import (
     RunExistsError,
     RunLockedError,
 )
-from dualform.ledger import Block, Declaration, Ledger, LedgerWriter, RunInfo, Stream
+from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, ShardBlock, Stream
 from dualform.ledger.log import LogWriter, seal_line
 from dualform.ledger.tensors import CODES, TensorFile, write_tensors
 from dualform.testing import LedgerContract
@@ -340,7 +340,7 @@ def test_segments_that_claim_too_much(tmp_path: Path) -> None:
     writer = LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(2)})
     arrays = {"fc/keys": [torch.ones(2, 1)], "fc/values": [torch.ones(2, 1)]}
     arrays |= {"fc/segments": [torch.tensor([[1, 1, 900]])], "batches": [torch.tensor([[1, 2]])]}
-    writer.append(Block(1, 1, arrays, streams=[Declaration(Stream("fc", (1,), (1,)), {})]))
+    writer.append(ShardBlock(1, 1, arrays, streams=[Declaration(Stream("fc", (1,), (1,)), {})]))
     writer.close()
     with pytest.raises(CorruptError, match="the segments of 'fc' do not fit its rows"):
         count_rows(Ledger(tmp_path / "run"), Stream("fc", (1,), (1,)), 1)
@@ -351,7 +351,7 @@ def test_blocks_that_do_not_fit_together_become_two_shards(tmp_path: Path) -> No
     done: list[int] = []
     for step, width in ((1, 2), (2, 2), (3, 5)):
         keys = {"fc/keys": [torch.ones(1, width)]}
-        writer.append(Block(step, step, keys, written=lambda step=step: done.append(step)))
+        writer.append(ShardBlock(step, step, keys, written=lambda step=step: done.append(step)))
     assert done == [1, 2]
     writer.close()
     assert done == [1, 2, 3]

@@ -18,13 +18,13 @@ from tests.ledger.damaging import flip, logs
 import dualform
 from dualform.errors import CorruptError, LedgerError, RunLockedError, UnknownStepError
 from dualform.ledger import (
-    Block,
     Book,
     Declaration,
     Ledger,
     LedgerWriter,
     RunInfo,
     SampleTable,
+    ShardBlock,
     Stream,
     Term,
 )
@@ -36,7 +36,7 @@ STREAM = Declaration(Stream("fc", (0,), (1,)), {"w": Term("sum", "flat")})
 LR = 0.5
 
 
-def rank_block(first: int, last: int, rank: int, names: list[str] | None = None) -> Block:
+def rank_block(first: int, last: int, rank: int, names: list[str] | None = None) -> ShardBlock:
     """Steps of two samples each, whose errors are 1 for rank 0, 10 for rank 1."""
     count = last - first + 1
     steps = torch.arange(first, last + 1)
@@ -54,7 +54,7 @@ def rank_block(first: int, last: int, rank: int, names: list[str] | None = None)
         "factors": [torch.ones(count, 1, dtype=torch.float64)],
         **ids,
     }
-    return Block(first, last, arrays, streams=[STREAM])
+    return ShardBlock(first, last, arrays, streams=[STREAM])
 
 
 class Rank:

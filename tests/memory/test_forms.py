@@ -10,7 +10,15 @@ from torch import Tensor
 
 from dualform.errors import FormatVersionError
 from dualform.memory.blocks import Functional, Sides
-from dualform.memory.forms import FORMS, Form, Lookup, Offset, Outer, Scale, form_named
+from dualform.memory.forms import (
+    FORMS,
+    Form,
+    LookupForm,
+    OffsetForm,
+    OuterForm,
+    ScaleForm,
+    form_named,
+)
 from dualform.memory.forms.form import asked
 from dualform.testing import FormContract
 
@@ -19,7 +27,7 @@ class TestOuter(FormContract):
     groups = (1, 2)
 
     def form(self) -> Form:
-        return Outer()
+        return OuterForm()
 
     def keys(self, count: int) -> Tensor:
         return torch.randn(count, 4)
@@ -29,7 +37,7 @@ class TestOffset(FormContract):
     size, margins = (6, 1), ((0, 0), (2, 0))
 
     def form(self) -> Form:
-        return Offset()
+        return OffsetForm()
 
     def keys(self, count: int) -> Tensor:
         return torch.randn(count, 3)
@@ -37,7 +45,7 @@ class TestOffset(FormContract):
 
 class TestScale(TestOffset):
     def form(self) -> Form:
-        return Scale()
+        return ScaleForm()
 
     def keys(self, count: int) -> Tensor:
         return torch.randn(count, 6)
@@ -47,7 +55,7 @@ class TestLookup(FormContract):
     outputs, size = 4, (6, 4)
 
     def form(self) -> Form:
-        return Lookup()
+        return LookupForm()
 
     def keys(self, count: int) -> Tensor:
         return torch.randint(6, (count, 1))

@@ -318,7 +318,9 @@ def test_prints_shapes_and_kernel() -> None:
     assert repr(memory) == (
         "Memory(keys=(5, 3), values=(5, 2), kernel=Polynomial(degree=2, offset=0.0))"
     )
-    assert repr(memory.primal()) == "Primal(W=(2, 6), kernel=Polynomial(degree=2, offset=0.0))"
+    assert (
+        repr(memory.primal()) == "PrimalMemory(W=(2, 6), kernel=Polynomial(degree=2, offset=0.0))"
+    )
 
 
 def test_is_frozen() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import Bilinear, Functional, Sides, by_group
+from dualform.memory.blocks import BilinearFunctional, Functional, Sides, by_group
 from dualform.memory.shared import SharedSides
 
 ROWS, HEIGHT, WIDTH = 5, 6, 4
@@ -39,7 +39,7 @@ def test_rows_are_their_blocks(kind: str) -> None:
     blocks, weights = in_full(rows), torch.rand(ROWS, generator=generator).double()
     D = torch.randn(2, HEIGHT, WIDTH, generator=generator).double()
     beta = torch.randn(2, WIDTH, generator=generator).double()
-    asked = {"bilinear": (Bilinear(D), D)}
+    asked = {"bilinear": (BilinearFunctional(D), D)}
     units = torch.tensor([4, 1])
     asked["units"] = (Functional(units, beta), torch.eye(HEIGHT)[units][:, :, None] * beta[:, None])
     if kind != "groups":  # where each group has keys of its own, other questions are bilinear

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dualform
-from dualform.ledger import Block, Ledger, LedgerWriter, SampleTable, Shard
+from dualform.ledger import Ledger, LedgerWriter, SampleTable, Shard, ShardBlock
 from dualform.ledger.ids import encode_ids
 from dualform.recording.recorder import Recorder
 
@@ -49,7 +49,7 @@ def deal(source: Path, path: Path) -> None:
         table = SampleTable()
         for shard in ledger.shards:
             arrays = {name: [array] for name, array in dealt(ledger, shard, rank, table).items()}
-            writer.append(Block(shard.first, shard.last, arrays, streams=list(shard.declared)))
+            writer.append(ShardBlock(shard.first, shard.last, arrays, streams=list(shard.declared)))
             if rank == 0:
                 writer.flush()
                 if shard.last in ledger.kept_steps:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dualform.memory.blocks import Bilinear, Functional, Sides
+from dualform.memory.blocks import BilinearFunctional, Functional, Sides
 from dualform.memory.views import View
 from dualform.optimizers import Operator, Turned, apply
 from dualform.optimizers.operators import Basis, Memo
@@ -76,7 +76,7 @@ def test_turned_questions(
     view = View(shape, "rows" if len(shape) > 1 else "flat")
     width = torch.Size(shape[1:]).numel()
     units = Functional(torch.randint(0, shape[0], (3,)), wide(3, width))
-    for question in (units, units.dense(shape[0]), Bilinear(wide(2, shape[0], width))):
+    for question in (units, units.dense(shape[0]), BilinearFunctional(wide(2, shape[0], width))):
         assert can_turn(question, rows, view)
         memo: Memo = {}
         for at in asked:

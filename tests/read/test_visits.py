@@ -15,7 +15,7 @@ from torch import Tensor
 from dualform.errors import CorruptError
 from dualform.ledger import Declaration, Ledger, Records, RunInfo, Stream
 from dualform.ledger.codecs import Exact
-from dualform.ledger.writer import Block, LedgerWriter
+from dualform.ledger.writer import LedgerWriter, ShardBlock
 from dualform.read.engine import ShardRange
 from dualform.read.grouping import Grouping
 from dualform.read.samples_matrix import visits as read
@@ -54,7 +54,7 @@ def written(path: Path, shards: list[Shard]) -> list[tuple[Tensor, Tensor]]:
         arrays |= {"fc/segments": [torch.tensor(segments)], "batches": [torch.tensor(batches)]}
         arrays |= {"samples": [torch.arange(len(lengths))]}
         declared = Declaration(STREAM, {}, Exact.for_records(Records(keys, values)))
-        writer.append(Block(step + 1, step + len(steps), arrays, streams=[declared]))
+        writer.append(ShardBlock(step + 1, step + len(steps), arrays, streams=[declared]))
         writer.flush()
         found += zip(keys.split(lengths), values.split(lengths), strict=True)
         step += len(steps)

@@ -24,7 +24,7 @@ from dualform.errors import CoverageWarning
 from dualform.owners import BatchSamples, Owners
 from dualform.recording.accounts import Evidence, Feed
 from dualform.recording.delivery import Delivery
-from dualform.recording.messages import Findings, Handover, Span, Step
+from dualform.recording.messages import Findings, Handover, RecordedStep, WeightSpan
 from dualform.recording.pages import Page, StreamRows
 from dualform.recording.probe import Look
 from dualform.recording.streams import OpenStream
@@ -44,7 +44,7 @@ MOST_FIELDS = 10
 
 @pytest.mark.parametrize(
     "message",
-    [Step, Handover, Findings, BatchSamples, OpenStream, Look, StreamRows, Feed, Evidence],
+    [RecordedStep, Handover, Findings, BatchSamples, OpenStream, Look, StreamRows, Feed, Evidence],
     ids=lambda message: message.__name__,
 )
 def test_messages_are_frozen(message: type) -> None:
@@ -284,7 +284,7 @@ def fingerprint(thing: Any, seen: set[int] | None = None) -> Any:
         return id(thing), thing._version
     if isinstance(thing, Mapping):
         return {name: fingerprint(value) for name, value in thing.items()}
-    if isinstance(thing, Span):
+    if isinstance(thing, WeightSpan):
         return tuple(fingerprint(part) for part in thing)
     if isinstance(thing, Page):
         return id(thing), len(thing.marks), [fingerprint(samples) for _, samples in thing.marks]

@@ -73,10 +73,10 @@ class Cache:
         return sum(x.numel() * x.element_size() for x in self._context.tensors())
 
 
-class Rows:
+class CachedRows:
     """Rows that grow at the end, in room that doubles; where a graph is kept, in new room.
 
-    >>> rows = Rows()
+    >>> rows = CachedRows()
     >>> rows.append(torch.ones(2, 3)).append(torch.zeros(1, 3)).all.shape
     torch.Size([3, 3])
     """
@@ -90,7 +90,7 @@ class Rows:
         """(…, rows, d): all rows so far."""
         return self._room[..., : self._used, :] if self._used else self._room
 
-    def append(self, x: Tensor) -> Rows:
+    def append(self, x: Tensor) -> CachedRows:
         """Adds rows (…, n, d) at the end."""
         need = self._used + x.shape[-2]
         if torch.is_grad_enabled():  # a graph may hold what was read: it must stay as it was
@@ -132,7 +132,7 @@ class _Pairs(Context):
     """Every key and value, read by the layer itself: so any layer with a causal form can decode."""
 
     def __init__(self, layer: Layer) -> None:
-        self._k, self._v, self._layer = Rows(), Rows(), layer
+        self._k, self._v, self._layer = CachedRows(), CachedRows(), layer
 
     def step(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         before = len(self._k)
@@ -272,7 +272,7 @@ class _Group:
 
     def __init__(self, factor: int, pool: Pool, lead: int) -> None:
         self._factor, self._pool, self._left = factor, pool, lead
-        self._k, self._v = Rows(), Rows()
+        self._k, self._v = CachedRows(), CachedRows()
         self._open: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, k: Tensor, v: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Recording inside other people's training loops; each needs its package, this door none.
 
-`dualform.integrations.transformers` and `.lightning` have a `RecordCallback` each.
+`dualform.integrations.transformers` has a `TransformersCallback`, and
+`dualform.integrations.lightning` a `LightningCallback`.
 """
 
 from dualform.integrations.ids import with_ids

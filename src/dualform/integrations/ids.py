@@ -26,16 +26,16 @@ Loader = TypeVar("Loader", bound=Iterable[Any])
 
 
 @dataclass(frozen=True)
-class Ids:
+class LoaderIds:
     """The sample ids of a batch, as one value that no loader takes apart or moves.
 
-    >>> Ids([3, 1]).to("cuda").values
+    >>> LoaderIds([3, 1]).to("cuda").values
     [3, 1]
     """
 
     values: list[Any]
 
-    def to(self, *args: Any, **kwargs: Any) -> Ids:
+    def to(self, *args: Any, **kwargs: Any) -> LoaderIds:
         """Itself: ids stay where they are when their batch goes to a device."""
         return self
 
@@ -43,15 +43,15 @@ class Ids:
 class Carried(NamedTuple):
     """A batch and its ids, on the way. A tuple, so it is pinned and moved like any other.
 
-    >>> Carried(["a"], Ids([7])).batch
+    >>> Carried(["a"], LoaderIds([7])).batch
     ['a']
     """
 
     batch: Any
-    ids: Ids
+    ids: LoaderIds
 
 
-Pack: TypeAlias = Callable[[Any, Ids], Any]
+Pack: TypeAlias = Callable[[Any, LoaderIds], Any]
 """Makes one value of a batch and its ids."""
 Deliver: TypeAlias = Callable[[Iterator[Carried]], Iterator[Any]]
 """Takes the ids off again, as the batches are handed out."""
@@ -110,7 +110,7 @@ class Collate:
         self.collate, self.pack = collate, pack
 
     def __call__(self, fetched: Fetched) -> Any:
-        return self.pack(self.collate(fetched.items), Ids(fetched.indices))
+        return self.pack(self.collate(fetched.items), LoaderIds(fetched.indices))
 
 
 def is_indexed(loader: object) -> bool:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dualform.errors import RecordingError
-from dualform.integrations.ids import Carried, Ids, is_indexed, naming
-from dualform.integrations.session import Session, resuming, started
+from dualform.integrations.ids import Carried, LoaderIds, is_indexed, naming
+from dualform.integrations.session import RecordingSession, resuming, started
 from dualform.private import is_compiled_by_lightning
 from dualform.recording import Recorder
 
@@ -26,14 +26,14 @@ except ImportError as error:
     ) from error
 
 
-__all__ = ["RecordCallback"]
+__all__ = ["LightningCallback"]
 
 
-class RecordCallback(Callback):
+class LightningCallback(Callback):
     """Records what a Lightning `Trainer` fits; samples are named by their index in the dataset.
 
     ```python
-    trainer = Trainer(max_epochs=3, callbacks=[RecordCallback("runs/mine")])
+    trainer = Trainer(max_epochs=3, callbacks=[LightningCallback("runs/mine")])
     trainer.fit(module, loader)
     print(dualform.open("runs/mine").audit())
     ```
@@ -55,9 +55,9 @@ class RecordCallback(Callback):
         **options: Any,
     ) -> None:
         self._path, self._ids_of, self._options = Path(path), ids_of, options
-        self._session: Session | None = None
+        self._session: RecordingSession | None = None
         self._recorder: Recorder | None = None
-        self._waiting: deque[Ids] = deque()
+        self._waiting: deque[LoaderIds] = deque()
         self._restore: Callable[[], None] | None = None
 
     @property
@@ -89,12 +89,13 @@ class RecordCallback(Callback):
         if self._ids_of is None and not isinstance(trainer.train_dataloader, DataLoader):
             given = type(trainer.train_dataloader).__name__
             raise RecordingError(
-                f"RecordCallback reads ids from one train loader, and was given a {given}; "
-                "give one DataLoader, or say which ids a batch has: RecordCallback(path, ids_of=…)."
+                f"LightningCallback reads ids from one train loader, and was given a {given}; "
+                "give one DataLoader, or say which ids a batch has: "
+                "LightningCallback(path, ids_of=…)."
             )
         options = resuming(self._path, trainer.global_step, self._options)
         optimizer = trainer.optimizers[0]
-        self._session = Session(self, pl_module, optimizer, self._path, **options)
+        self._session = RecordingSession(self, pl_module, optimizer, self._path, **options)
         self._recorder = self._session.recorder
 
     def on_train_batch_start(
@@ -144,7 +145,7 @@ class RecordCallback(Callback):
             kind = type(getattr(loader, "dataset", loader)).__name__
             raise RecordingError(
                 f"the train loader reads a {kind}, whose samples have no index; "
-                "say which ids a batch has: RecordCallback(path, ids_of=lambda batch: …)."
+                "say which ids a batch has: LightningCallback(path, ids_of=lambda batch: …)."
             )
         return naming(loader, self._deliver)  # type: ignore[type-var]
 
@@ -164,7 +165,7 @@ class RecordCallback(Callback):
 def _check_devices(trainer: Trainer) -> None:
     if trainer.world_size > 1:
         raise RecordingError(
-            f"RecordCallback cannot record training on {trainer.world_size} devices yet; "
+            f"LightningCallback cannot record training on {trainer.world_size} devices yet; "
             "use Trainer(devices=1, num_nodes=1)."
         )
 
@@ -173,7 +174,7 @@ def _check_training(trainer: Trainer, module: LightningModule) -> None:
     count = len(trainer.optimizers)
     if count != 1:
         raise RecordingError(
-            f"configure_optimizers gave {count} optimizers, and RecordCallback records one; "
+            f"configure_optimizers gave {count} optimizers, and LightningCallback records one; "
             "put the parameters into groups of one optimizer."
         )
     if is_compiled_by_lightning(module):

@@ -15,14 +15,14 @@ from dualform.private import at_exit
 from dualform.recording import Recorder, record
 
 
-class Session:
+class RecordingSession:
     """A recording that is closed by `close`, and else when its owner or the process ends.
 
     >>> import tempfile, torch
     >>> class Owner: pass
     >>> owner, model = Owner(), torch.nn.Linear(3, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> session = Session(owner, model, optimizer, Path(tempfile.mkdtemp()) / "run")
+    >>> session = RecordingSession(owner, model, optimizer, Path(tempfile.mkdtemp()) / "run")
     >>> model(torch.ones(1, 3)).sum().backward(); optimizer.step()
     >>> session.recorder.step, session.close()
     (1, None)
@@ -61,7 +61,7 @@ def started(recorder: Recorder | None, start: str) -> Recorder:
     if recorder is None:
         raise RecordingError(
             f"nothing has been recorded yet; {start} starts it. To describe samples, give "
-            "RecordCallback(path, dataset=…), or call dualform.describe(path, dataset) afterwards."
+            "the callback (`dataset=…`), or call dualform.describe(path, dataset) afterwards."
         )
     return recorder
 
@@ -82,7 +82,7 @@ def _end(recorder: Recorder, undo: list[Callable[[], None]], error: BaseExceptio
     recorder.__exit__(type(error) if error else None, error, None)
 
 
-_SESSIONS: weakref.WeakSet[Session] = weakref.WeakSet()
+_SESSIONS: weakref.WeakSet[RecordingSession] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from dualform.errors import RecordingError
-from dualform.integrations.ids import Ids, carry_in_place, check_loader, is_indexed
-from dualform.integrations.session import Session, resuming, started
+from dualform.integrations.ids import LoaderIds, carry_in_place, check_loader, is_indexed
+from dualform.integrations.session import RecordingSession, resuming, started
 from dualform.recording import Recorder
 
 try:
@@ -29,14 +29,15 @@ COLUMN = "dualform_ids"
 """The name the ids have among a batch's columns, until the model is called."""
 
 
-__all__ = ["RecordCallback"]
+__all__ = ["TransformersCallback"]
 
 
-class RecordCallback(TrainerCallback):
+class TransformersCallback(TrainerCallback):
     """Records the training of a `transformers.Trainer`; samples are named by dataset index.
 
     ```python
-    trainer = Trainer(model, args, train_dataset=data, callbacks=[RecordCallback("runs/mine")])
+    recording = TransformersCallback("runs/mine")
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[recording])
     trainer.train()
     print(dualform.open("runs/mine").audit())
     ```
@@ -55,7 +56,7 @@ class RecordCallback(TrainerCallback):
 
     def __init__(self, path: str | os.PathLike[str], *, ids: bool = True, **options: Any) -> None:
         self._path, self._ids, self._options = Path(path), ids, options
-        self._session: Session | None = None
+        self._session: RecordingSession | None = None
         self._recorder: Recorder | None = None
         self._unnamed = False
 
@@ -66,7 +67,7 @@ class RecordCallback(TrainerCallback):
 
     def samples(self, ids: Any) -> None:
         """Names the samples of the next forward pass; for a `compute_loss` of your own."""
-        self.recorder.samples(ids.values if isinstance(ids, Ids) else ids)
+        self.recorder.samples(ids.values if isinstance(ids, LoaderIds) else ids)
         self._unnamed = False
 
     def close(self) -> None:
@@ -87,7 +88,7 @@ class RecordCallback(TrainerCallback):
             check_loader(loader)
         options = resuming(self._path, state.global_step, self._options)
         options.setdefault("decode", _decoder(kwargs.get("processing_class")))
-        self._session = Session(self, model, kwargs["optimizer"], self._path, **options)
+        self._session = RecordingSession(self, model, kwargs["optimizer"], self._path, **options)
         self._recorder = self._session.recorder
         if named:
             self._take_ids(self._session, model, loader)
@@ -140,7 +141,7 @@ class RecordCallback(TrainerCallback):
         """Ends the recording, if that has not happened yet."""
         self.close()
 
-    def _take_ids(self, session: Session, model: nn.Module, loader: Any) -> None:
+    def _take_ids(self, session: RecordingSession, model: nn.Module, loader: Any) -> None:
         session.at_the_end(carry_in_place(loader, _as_column))
         name = weakref.WeakMethod(self._name)  # the model must not keep the callback alive
 
@@ -156,22 +157,22 @@ class RecordCallback(TrainerCallback):
         hook = model.register_forward_pre_hook(take_off, with_kwargs=True, prepend=True)
         session.at_the_end(hook.remove)
 
-    def _name(self, ids: Ids | None) -> None:
+    def _name(self, ids: LoaderIds | None) -> None:
         if ids is not None:
             self.samples(ids)
         elif self._unnamed:
             raise RecordingError(
                 "the model was called without the ids of its batch: compute_loss passes on only "
                 "some of its inputs. Call model(**inputs) there, or before the model "
-                f"callback.samples(inputs.pop('{COLUMN}')), or give RecordCallback ids=False."
+                f"callback.samples(inputs.pop('{COLUMN}')), or give TransformersCallback ids=False."
             )
 
 
-def _as_column(batch: Any, ids: Ids) -> Any:
+def _as_column(batch: Any, ids: LoaderIds) -> Any:
     if not isinstance(batch, MutableMapping):
         raise RecordingError(
-            f"the data collator made a {type(batch).__name__}; RecordCallback puts the ids among "
-            "the columns of a dict. Return a dict, or give RecordCallback ids=False."
+            f"the data collator made a {type(batch).__name__}; TransformersCallback puts the ids "
+            "among the columns of a dict. Return a dict, or give TransformersCallback ids=False."
         )
     batch[COLUMN] = ids
     return batch
@@ -194,4 +195,4 @@ def _check(args: TrainingArguments) -> None:
     }
     for problem, (given, cure) in problems.items():
         if given:
-            raise RecordingError(f"RecordCallback cannot record with {problem} yet; {cure}.")
+            raise RecordingError(f"TransformersCallback cannot record with {problem} yet; {cure}.")

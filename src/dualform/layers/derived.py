@@ -58,7 +58,7 @@ class Spectral(NamedTuple):
     sigma: Tensor
 
 
-class Derived(NamedTuple):
+class DerivedWeight(NamedTuple):
     """A weight made of some parameters, and how its gradients become theirs.
 
     `pull` takes gradients of the weight, (samples, *shape), and gives those of each parameter.
@@ -168,7 +168,7 @@ def _view_of(found: Found, matrix: Tensor, shared: bool) -> str | None:
 
 def made_of(
     find: Finder, weight: Any, view: str = "rows", groups: int = 1
-) -> Spectral | Normed | Derived | None:
+) -> Spectral | Normed | DerivedWeight | None:
     """What a weight was computed from, where those are parameters that are there for it.
 
     The layer sees the weight as a matrix by `view`; a spectral norm must have seen it so too.
@@ -179,7 +179,9 @@ def made_of(
     if isinstance(known, Spectral) and known.view == view and (view == "rows" or groups == 1):
         return known
     originals = find.originals(weight)
-    return Derived(originals, partial(_differentiated, weight, originals)) if originals else None
+    return (
+        DerivedWeight(originals, partial(_differentiated, weight, originals)) if originals else None
+    )
 
 
 def _differentiated(weight: Tensor, originals: Sequence[Found], G: Tensor) -> Sequence[Tensor]:
@@ -195,7 +197,7 @@ def _differentiated(weight: Tensor, originals: Sequence[Found], G: Tensor) -> Se
 
 def derived_use(
     find: Finder,
-    derived: Derived,
+    derived: DerivedWeight,
     out: Tensor,
     samples: int,
     gradients: Callable[[Tensor], Tensor],

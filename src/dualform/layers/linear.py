@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualform.layers.derived import (
-    Derived,
+    DerivedWeight,
     Normed,
     Spectral,
     derived_use,
@@ -175,7 +175,7 @@ def _normed_use(
 
 
 def _derived_use(
-    find: Finder, made: Derived, out: Tensor, input: Tensor, weight: Tensor, bias: Any
+    find: Finder, made: DerivedWeight, out: Tensor, input: Tensor, weight: Tensor, bias: Any
 ) -> Seen | None:
     """A matrix product with a computed weight: samples are told apart by the first dimension."""
     axis = find.axis or 0

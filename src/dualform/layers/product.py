@@ -133,10 +133,10 @@ class Chosen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductUse:
     """A product as one of its factors sees it, with the letters of all dimensions.
 
-    >>> experts = Product("eio", ("ebi",), "ebo", {"e": 4, "i": 6, "o": 5, "b": 7})
+    >>> experts = ProductUse("eio", ("ebi",), "ebo", {"e": 4, "i": 6, "o": 5, "b": 7})
     >>> experts.stacked, experts.outputs, experts.inputs, experts.rows
     ('e', 'o', 'i', 'b')
     """
@@ -222,7 +222,9 @@ def product_use(find: Finder, letters: Letters, factors: Sequence[Any], out: Ten
     return Together.of(*uses)
 
 
-def _seen_by(at: int, letters: Letters, factors: Sequence[Tensor], out: Tensor) -> Product | None:
+def _seen_by(
+    at: int, letters: Letters, factors: Sequence[Tensor], out: Tensor
+) -> ProductUse | None:
     """The product as one factor sees it; None where that factor is repeated along a dimension."""
     own, spelled = letters.factors[at], zip(letters.factors, factors, strict=True)
     sizes = dict(zip(own, factors[at].shape, strict=True))
@@ -230,11 +232,13 @@ def _seen_by(at: int, letters: Letters, factors: Sequence[Tensor], out: Tensor) 
     wide = {c: n for word, x in spelled for c, n in zip(word, x.shape, strict=True) if n > 1}
     if len(sizes) < len(own) or any(wide.get(c, 1) != n for c, n in sizes.items()):
         return None
-    return Product(own, others, letters.out, sizes | dict(zip(letters.out, out.shape, strict=True)))
+    return ProductUse(
+        own, others, letters.out, sizes | dict(zip(letters.out, out.shape, strict=True))
+    )
 
 
 def _rows(
-    find: Finder, found: Found, p: Product, others: Sequence[Tensor], error: Tensor | None
+    find: Finder, found: Found, p: ProductUse, others: Sequence[Tensor], error: Tensor | None
 ) -> Iterator[Rows]:
     """For every matrix that is stacked in a parameter, its keys and values."""
     if not p.inputs:
@@ -251,7 +255,7 @@ def _rows(
 
 
 def _chosen_rows(
-    find: Finder, chosen: Chosen, p: Product, others: Sequence[Tensor], error: Tensor | None
+    find: Finder, chosen: Chosen, p: ProductUse, others: Sequence[Tensor], error: Tensor | None
 ) -> Iterator[Rows]:
     """For every matrix that was chosen, the keys and values of those that chose it."""
     keys, values = p.sides(others, error)
@@ -264,7 +268,7 @@ def _chosen_rows(
 
 
 def _scaled(
-    find: Finder, found: Found, p: Product, others: Sequence[Tensor], error: Tensor | None
+    find: Finder, found: Found, p: ProductUse, others: Sequence[Tensor], error: Tensor | None
 ) -> Iterator[Rows]:
     """Where nothing is summed over, elements are scaled."""
     key = ("scaled", place(found))

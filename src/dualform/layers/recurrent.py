@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.layers.unroll import Call, rows_of
+from dualform.layers.unroll import Recurrence, rows_of
 from dualform.layers.use import (
     Finder,
     Function,
@@ -43,7 +43,7 @@ class Recurrent(LayerKind):
         self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
     ) -> tuple[Any, RecurrentUse | None]:
         """Rows for every matrix; dropout between layers starts from the random state before."""
-        call = find.guard(Call.of, func, args, kwargs)
+        call = find.guard(Recurrence.of, func, args, kwargs)
         out = func(*args, **kwargs)
         if call is None or not call.replayable:
             return out, None  # dropout drawn inside a fused kernel
@@ -53,7 +53,7 @@ class Recurrent(LayerKind):
 class RecurrentUse:
     """One call of a recurrent layer."""
 
-    def __init__(self, find: Finder, call: Call, outputs: tuple[Tensor, ...]) -> None:
+    def __init__(self, find: Finder, call: Recurrence, outputs: tuple[Tensor, ...]) -> None:
         self._find, self._call, self.outputs = find, call, outputs
         self._order = find.order
 

@@ -37,7 +37,7 @@ PACKED = ("data", "batch_sizes", *OPTIONS)
 
 
 def is_recurrent(func: object) -> bool:
-    """Whether a torch function is one that `Call.of` understands.
+    """Whether a torch function is one that `Recurrence.of` understands.
 
     >>> is_recurrent(torch.lstm), is_recurrent(torch.gru_cell), is_recurrent(torch.relu)
     (True, True, False)
@@ -46,13 +46,13 @@ def is_recurrent(func: object) -> bool:
 
 
 @dataclass(frozen=True)
-class Call:
+class Recurrence:
     """A recurrent call, whatever its signature. A cell is a network of one layer and one step.
 
     >>> net = torch.nn.GRU(3, 4, bias=False)
     >>> x, h0 = torch.zeros(5, 2, 3), torch.zeros(1, 2, 4)
     >>> args = (x, h0, list(net.parameters()), False, 1, 0.0, True, False, False)
-    >>> call = Call.of(torch.gru, args)
+    >>> call = Recurrence.of(torch.gru, args)
     >>> call.mode, call.sizes
     ('gru', [2, 2, 2, 2, 2])
     """
@@ -73,7 +73,9 @@ class Call:
     """The random state before the call, where torch draws a dropout between the layers."""
 
     @classmethod
-    def of(cls, func: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Call:
+    def of(
+        cls, func: object, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Recurrence:
         """Reads the arguments, just before torch's function is called with them."""
         if not is_recurrent(func):
             raise ValueError(f"{func} is no recurrent function; ask is_recurrent first.")
@@ -105,7 +107,7 @@ class WeightRows:
 
     >>> cell = torch.nn.RNNCell(3, 4)
     >>> args = (torch.ones(2, 3), torch.zeros(2, 4), *cell.parameters())
-    >>> rows = rows_of(Call.of(torch.rnn_tanh_cell, args))[0]
+    >>> rows = rows_of(Recurrence.of(torch.rnn_tanh_cell, args))[0]
     >>> rows.weight is cell.weight_ih, rows.bias is cell.bias_ih, rows.keys.shape
     (True, True, torch.Size([2, 1, 3]))
     """
@@ -118,7 +120,7 @@ class WeightRows:
     """`(batch, time, out)`: the error at the output of the linear map; None without gradients."""
 
 
-def rows_of(call: Call, grads: Sequence[Tensor | None] | None = None) -> list[WeightRows]:
+def rows_of(call: Recurrence, grads: Sequence[Tensor | None] | None = None) -> list[WeightRows]:
     """Keys and values of every weight, from the gradients that autograd finds for the outputs.
 
     Samples come in the order of the call, which for packed sequences is the sorted one, and a row
@@ -127,7 +129,7 @@ def rows_of(call: Call, grads: Sequence[Tensor | None] | None = None) -> list[We
     >>> cell = torch.nn.GRUCell(3, 4)
     >>> x, h = torch.randn(2, 3), torch.randn(2, 4)
     >>> cell(x, h).sum().backward()
-    >>> call = Call.of(torch.gru_cell, (x, h, *cell.parameters()))
+    >>> call = Recurrence.of(torch.gru_cell, (x, h, *cell.parameters()))
     >>> for rows in rows_of(call, [torch.ones(2, 4)]):
     ...     gradient = torch.einsum("bto,bti->oi", rows.values, rows.keys)
     ...     assert torch.allclose(gradient, rows.weight.grad, atol=1e-6)
@@ -148,10 +150,10 @@ def rows_of(call: Call, grads: Sequence[Tensor | None] | None = None) -> list[We
 # Reading a call
 
 
-def _cell_call(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def _cell_call(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recurrence:
     given = dict(zip(CELL, args, strict=False)) | dict(kwargs)
     weights = tuple(given[name] for name in CELL[2:] if given.get(name) is not None)
-    return Call(
+    return Recurrence(
         CELLS[func],
         given["input"].detach()[None],
         tuple(state[None] for state in _states(given["hx"])),
@@ -161,11 +163,11 @@ def _cell_call(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     )
 
 
-def _network_call(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+def _network_call(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recurrence:
     given = dict(zip(_names(args, kwargs), args, strict=False)) | dict(kwargs)
     x = given.pop("data") if "data" in given else given.pop("input")
     hx, weights = _states(given.pop("hx")), tuple(given.pop("params"))
-    call = Call(NETWORKS[func], x.detach(), hx, weights, **given)
+    call = Recurrence(NETWORKS[func], x.detach(), hx, weights, **given)
     drawn_by_torch = call.drops and not (x.is_cuda and torch.backends.cudnn.enabled)
     return replace(call, rng=_random_state(x.device)) if drawn_by_torch else call
 
@@ -201,7 +203,7 @@ class Weights(NamedTuple):
     w_hr: Tensor | None
 
 
-class Use(NamedTuple):
+class GateUse(NamedTuple):
     """A linear map at work: what it read, and the pieces it made, whose gradients are errors."""
 
     weight: Tensor
@@ -210,15 +212,15 @@ class Use(NamedTuple):
     made: list[Tensor]
 
 
-class Run(NamedTuple):
+class UnrolledRun(NamedTuple):
     """One direction of one layer: how it used its weights, and what came of it."""
 
-    uses: list[Use]
+    uses: list[GateUse]
     output: Tensor
     final: State
 
 
-class Step(NamedTuple):
+class TimeStep(NamedTuple):
     """One time step: the hidden state it read, what that gave its gates, and what came of it."""
 
     before: Tensor
@@ -229,7 +231,7 @@ class Step(NamedTuple):
 
 
 @contextmanager
-def _replaying(call: Call, grad: bool) -> Iterator[None]:
+def _replaying(call: Recurrence, grad: bool) -> Iterator[None]:
     """Random draws are those of the call, and leave no trace; backward may run under autocast."""
     device = call.input.device
     others = [] if device.type == "cpu" else [device]
@@ -244,9 +246,9 @@ def _replaying(call: Call, grad: bool) -> Iterator[None]:
         yield
 
 
-def _unroll(call: Call) -> tuple[list[Use], tuple[Tensor, ...]]:
+def _unroll(call: Recurrence) -> tuple[list[GateUse], tuple[Tensor, ...]]:
     """All uses of the weights, and the outputs in the shapes that the call gave them."""
-    x, runs = _packed_input(call), list[Run]()
+    x, runs = _packed_input(call), list[UnrolledRun]()
     for directions in _layers(call):
         if runs and call.drops:
             x = torch.dropout(x, call.dropout, True)
@@ -256,14 +258,14 @@ def _unroll(call: Call) -> tuple[list[Use], tuple[Tensor, ...]]:
     return [use for run in runs for use in run.uses], _as_called(call, x, runs)
 
 
-def _packed_input(call: Call) -> Tensor:
+def _packed_input(call: Recurrence) -> Tensor:
     x = call.input.to(call.weights[0].dtype)
     if call.batch_sizes is not None:
         return x
     return (x.transpose(0, 1) if call.batch_first else x).flatten(0, 1)
 
 
-def _layers(call: Call) -> list[list[Weights]]:
+def _layers(call: Recurrence) -> list[list[Weights]]:
     """The flat weights by layer and direction."""
     directions = 2 if call.bidirectional else 1
     each = len(call.weights) // (call.num_layers * directions)
@@ -279,7 +281,7 @@ def _named(group: Sequence[Tensor], has_biases: bool) -> Weights:
     return Weights(w_ih, w_hh, b_ih, b_hh, projection[0] if projection else None)
 
 
-def _run(call: Call, at: int, x: Tensor, weights: Weights) -> Run:
+def _run(call: Recurrence, at: int, x: Tensor, weights: Weights) -> UnrolledRun:
     """The direction at this place among the call's hidden states."""
     gates = _apply(x, weights.w_ih, weights.b_ih)
     order = slice(None, None, -1 if call.bidirectional and at % 2 else 1)
@@ -290,17 +292,17 @@ def _run(call: Call, at: int, x: Tensor, weights: Weights) -> Run:
     # A sum passes one error to both its summands; only a GRU's gates are no plain sum.
     made = [step.gates for step in steps] if call.mode == "gru" else [gates]
     uses = [
-        Use(weights.w_ih, weights.b_ih, x, [gates]),
-        Use(weights.w_hh, weights.b_hh, torch.cat([step.before for step in steps]), made),
+        GateUse(weights.w_ih, weights.b_ih, x, [gates]),
+        GateUse(weights.w_hh, weights.b_hh, torch.cat([step.before for step in steps]), made),
     ]
     if weights.w_hr is not None:
-        uses.append(Use(weights.w_hr, None, torch.cat([step.raw for step in steps]), output))
-    return Run(uses, torch.cat(output), final)
+        uses.append(GateUse(weights.w_hr, None, torch.cat([step.raw for step in steps]), output))
+    return UnrolledRun(uses, torch.cat(output), final)
 
 
 def _scan(
     mode: str, weights: Weights, parts: Sequence[Tensor], state: State
-) -> tuple[list[Step], State]:
+) -> tuple[list[TimeStep], State]:
     """The steps in the order of the parts, which are what the input gives their gates."""
     steps = []
     for part in parts:
@@ -309,11 +311,11 @@ def _scan(
     return steps, state
 
 
-def _step(mode: str, weights: Weights, part: Tensor, state: State) -> Step:
+def _step(mode: str, weights: Weights, part: Tensor, state: State) -> TimeStep:
     gates = _apply(state[0], weights.w_hh, weights.b_hh)
     raw, *rest = ADVANCE[mode](part, gates, state)
     after = raw if weights.w_hr is None else _apply(raw, weights.w_hr, None)
-    return Step(state[0], gates, raw, (after, *rest))
+    return TimeStep(state[0], gates, raw, (after, *rest))
 
 
 def _over(new: Tensor, old: Tensor) -> Tensor:
@@ -327,7 +329,7 @@ def _apply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.requires_grad_() if torch.is_grad_enabled() else y
 
 
-def _as_called(call: Call, output: Tensor, runs: Sequence[Run]) -> tuple[Tensor, ...]:
+def _as_called(call: Recurrence, output: Tensor, runs: Sequence[UnrolledRun]) -> tuple[Tensor, ...]:
     if call.cell:
         return runs[0].final
     if call.batch_sizes is None:
@@ -363,7 +365,10 @@ ADVANCE: dict[str, Cell] = dict(zip(MODES, (_lstm, _gru, _rnn_tanh, _rnn_relu), 
 
 
 def _errors(
-    call: Call, uses: Sequence[Use], outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    call: Recurrence,
+    uses: Sequence[GateUse],
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
 ) -> list[Tensor]:
     """The gradients of what each map made, in the packed layout."""
     # Not strict: seen from its node, a fused kernel has workspaces behind its outputs.
@@ -382,7 +387,7 @@ def _own(state: State, grads: State) -> State:
     return grads[0], grads[1] - share
 
 
-def _rows(sizes: list[int], use: Use, error: Tensor | None) -> WeightRows:
+def _rows(sizes: list[int], use: GateUse, error: Tensor | None) -> WeightRows:
     values = None if error is None else _padded(sizes, error)
     return WeightRows(use.weight, use.bias, _padded(sizes, use.keys.detach()), values)
 

@@ -6,11 +6,10 @@ from dualform.ledger.format import Book, Declaration, RunInfo, Stream, Term
 from dualform.ledger.reader import Ledger
 from dualform.ledger.samples import Preview, Samples, SampleTable
 from dualform.ledger.sessions import Shard
-from dualform.ledger.writer import Block, LedgerWriter
+from dualform.ledger.writer import LedgerWriter, ShardBlock
 
 __all__ = [
     "Background",
-    "Block",
     "Book",
     "Codec",
     "Declaration",
@@ -22,6 +21,7 @@ __all__ = [
     "SampleTable",
     "Samples",
     "Shard",
+    "ShardBlock",
     "Stream",
     "Term",
 ]

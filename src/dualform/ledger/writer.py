@@ -53,11 +53,11 @@ SIDE_BY_SIDE = min(4, (os.cpu_count() or 1) // 4)
 
 
 @dataclass
-class Block:
+class ShardBlock:
     """Whole steps of a run: arrays in parts along their first axis, and remarks about books.
 
     >>> import torch
-    >>> Block(1, 2, {"fc/keys": [torch.zeros(3, 2), torch.ones(1, 2)]}).last
+    >>> ShardBlock(1, 2, {"fc/keys": [torch.zeros(3, 2), torch.ones(1, 2)]}).last
     2
     """
 
@@ -78,7 +78,7 @@ class LedgerWriter:
 
     >>> import tempfile, torch; path = Path(tempfile.mkdtemp()) / "run"
     >>> writer = LedgerWriter.create(path, RunInfo(), initial={"w": torch.zeros(2)})
-    >>> writer.append(Block(1, 1, {"fc/keys": [torch.ones(3, 2)]}))
+    >>> writer.append(ShardBlock(1, 1, {"fc/keys": [torch.ones(3, 2)]}))
     >>> writer.flush(); writer.close()
     >>> Ledger(path).last_step
     1
@@ -90,7 +90,7 @@ class LedgerWriter:
         self.path = path
         self.rank, self.of = int(start["rank"]), int(start["of"])
         self._lock = lock
-        self._blocks: list[Block] = []
+        self._blocks: list[ShardBlock] = []
         self._queue = CommitQueue(SIDE_BY_SIDE)
         self._files = 0
         self.committed = int(start["step"])
@@ -170,7 +170,7 @@ class LedgerWriter:
             lock.release()
             raise
 
-    def append(self, block: Block) -> None:
+    def append(self, block: ShardBlock) -> None:
         """Takes a block into memory; `flush` makes it durable."""
         if any(not _continues(block, earlier) for earlier in self._blocks):
             self.pass_on()
@@ -234,7 +234,7 @@ class LedgerWriter:
         except OSError as error:
             raise self._failure(error) from error
 
-    def _commit_rows(self, blocks: Sequence[Block], record: dict[str, Any]) -> None:
+    def _commit_rows(self, blocks: Sequence[ShardBlock], record: dict[str, Any]) -> None:
         notes = [note for block in blocks for note in block.notes]
         span = {"first": blocks[0].first, "last": blocks[-1].last}
         streams = [declared.to_json() for block in blocks for declared in block.streams]
@@ -267,7 +267,7 @@ def _written(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, in
     return {"bytes": length, "crc32": checksum, "index_crc32": index_checksum(arrays)}
 
 
-def _continues(block: Block, earlier: Block) -> bool:
+def _continues(block: ShardBlock, earlier: ShardBlock) -> bool:
     """Whether the arrays of both blocks can stand one behind the other.
 
     A stream that is declared anew is kept by another codec from there on.
@@ -279,7 +279,7 @@ def _continues(block: Block, earlier: Block) -> bool:
     return all(a.shape[1:] == b.shape[1:] and a.dtype == b.dtype for a, b in pairs)
 
 
-def _merge(blocks: Sequence[Block]) -> dict[str, list[Tensor]]:
+def _merge(blocks: Sequence[ShardBlock]) -> dict[str, list[Tensor]]:
     """Each array as the list of its parts: what `write_tensors` puts one behind the other."""
     merged: dict[str, list[Tensor]] = {}
     for block in blocks:

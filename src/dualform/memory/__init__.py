@@ -1,6 +1,7 @@
 """y(x) = y0(x) + Σ_t κ(k_t, x) v_t: a layer is a memory of keys and values, read by a kernel.
 
-`Memory` is the dual form (attention over the stored pairs), `Primal` the same numbers as weights.
+`Memory` is the dual form (attention over the stored pairs), `PrimalMemory` holds the same numbers
+as weights.
 The share of the start, y0, is the caller's: a memory holds what was learned or given since.
 
 >>> import torch
@@ -24,7 +25,7 @@ from dualform.memory.kernels import (
     Polynomial,
     Relu,
 )
-from dualform.memory.memory import Memory, Primal
+from dualform.memory.memory import Memory, PrimalMemory
 
 __all__ = [
     "Cosine",
@@ -35,6 +36,6 @@ __all__ = [
     "Kernel",
     "Memory",
     "Polynomial",
-    "Primal",
+    "PrimalMemory",
     "Relu",
 ]

@@ -158,7 +158,7 @@ class Sides:
         a = self.a if self.a.ndim == 1 else self.a.double()
         return Sides(a, None if self.b is None else self.b.double(), self.at)
 
-    def answers(self, question: Functional | Bilinear) -> Tensor:
+    def answers(self, question: Functional | BilinearFunctional) -> Tensor:
         """(rows, questions): the answer of each row to each question."""
         return question.of(self)
 
@@ -250,16 +250,16 @@ class Functional:
         """Asked of a multiple of the matrix."""
         return Functional(self.a, self.b * number)
 
-    def scaled(self, coefficients: Tensor) -> Functional | Bilinear:
+    def scaled(self, coefficients: Tensor) -> Functional | BilinearFunctional:
         """Asked of a matrix whose elements are multiplied by these first."""
         if self.units:
             return Functional(self.a, self.b * coefficients[self.a].to(self.b))
-        return Bilinear(self.a[:, :, None] * self.b[:, None, :] * coefficients.to(self.b))
+        return BilinearFunctional(self.a[:, :, None] * self.b[:, None, :] * coefficients.to(self.b))
 
-    def dense(self, height: int) -> Bilinear:
+    def dense(self, height: int) -> BilinearFunctional:
         """The same with a matrix for each question."""
         a = torch.eye(height)[self.a].to(self.b) if self.units else self.a
-        return Bilinear(a[:, :, None] * self.b[:, None, :])
+        return BilinearFunctional(a[:, :, None] * self.b[:, None, :])
 
     def left(self, matrix: Tensor) -> Functional:
         """Asked of `A P` for this A."""
@@ -298,10 +298,10 @@ class Functional:
 
 
 @dataclass(frozen=True)
-class Bilinear:
+class BilinearFunctional:
     """Questions with a matrix each, `Σ D_ab P_ab`.
 
-    >>> Bilinear(torch.eye(2)[None]).at(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> BilinearFunctional(torch.eye(2)[None]).at(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     tensor([5.], dtype=torch.float64)
     """
 
@@ -310,32 +310,32 @@ class Bilinear:
     def __len__(self) -> int:
         return len(self.matrices)
 
-    def __getitem__(self, some: slice) -> Bilinear:
-        return Bilinear(self.matrices[some])
+    def __getitem__(self, some: slice) -> BilinearFunctional:
+        return BilinearFunctional(self.matrices[some])
 
     def at(self, matrix: Tensor) -> Tensor:
         """(questions,): the answers of a whole matrix."""
         return (self.matrices.double() * matrix.double()).sum((1, 2))
 
-    def times(self, number: float) -> Bilinear:
+    def times(self, number: float) -> BilinearFunctional:
         """Asked of a multiple of the matrix."""
-        return Bilinear(self.matrices * number)
+        return BilinearFunctional(self.matrices * number)
 
-    def scaled(self, coefficients: Tensor) -> Bilinear:
+    def scaled(self, coefficients: Tensor) -> BilinearFunctional:
         """Asked of a matrix whose elements are multiplied by these first."""
-        return Bilinear(self.matrices * coefficients)
+        return BilinearFunctional(self.matrices * coefficients)
 
-    def dense(self, height: int) -> Bilinear:
+    def dense(self, height: int) -> BilinearFunctional:
         """The same: there is a matrix for each question."""
         return self
 
-    def left(self, matrix: Tensor) -> Bilinear:
+    def left(self, matrix: Tensor) -> BilinearFunctional:
         """Asked of `A P` for this A."""
-        return Bilinear(matrix.T.to(self.matrices) @ self.matrices)
+        return BilinearFunctional(matrix.T.to(self.matrices) @ self.matrices)
 
-    def right(self, matrix: Tensor) -> Bilinear:
+    def right(self, matrix: Tensor) -> BilinearFunctional:
         """Asked of `P A` for this A."""
-        return Bilinear(self.matrices @ matrix.T.to(self.matrices))
+        return BilinearFunctional(self.matrices @ matrix.T.to(self.matrices))
 
     def of(self, rows: Sides) -> Tensor:
         """(rows, questions): the answer of each row."""

@@ -1,4 +1,4 @@
-"""A memory in its two forms: `Memory` keeps the pairs, `Primal` the weights they add up to."""
+"""A memory in two forms: `Memory` keeps the pairs, `PrimalMemory` the weights they add up to."""
 
 from dataclasses import dataclass, field
 
@@ -103,7 +103,7 @@ class Memory:
         """
         return self.values.mT @ self.kernel.features(self.keys)
 
-    def primal(self) -> "Primal":
+    def primal(self) -> "PrimalMemory":
         """The same memory as weights W = Σ_t v_t φ(k_t)ᵀ, whatever the number of pairs.
 
         >>> from dualform.memory import EluPlusOne
@@ -113,7 +113,7 @@ class Memory:
         True
         """
         z = self.kernel.features(self.keys).sum(-2) if self.kernel.normalized else None
-        return Primal(self.weights(), self.kernel, z)
+        return PrimalMemory(self.weights(), self.kernel, z)
 
     def _require_addable(self, other: "Memory") -> None:
         if self.kernel != other.kernel:
@@ -133,7 +133,7 @@ class Memory:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Primal:
+class PrimalMemory:
     """y(q) = W φ(q), divided by z·φ(q) where the kernel is normalized: a memory as weights.
 
     W = Σ_t v_t φ(k_t)ᵀ and z = Σ_t φ(k_t); both add when memories do.
@@ -143,7 +143,7 @@ class Primal:
     >>> k, v = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0]])
     >>> primal = Memory(k, v).primal()
     >>> primal
-    Primal(W=(1, 2), kernel=Dot())
+    PrimalMemory(W=(1, 2), kernel=Dot())
     >>> primal.W
     tensor([[3., 6.]])
     """
@@ -153,7 +153,7 @@ class Primal:
     z: Float[Tensor, "*batch f"] | None = None
 
     def __repr__(self) -> str:
-        return f"Primal(W={tuple(self.W.shape)}, kernel={self.kernel})"
+        return f"PrimalMemory(W={tuple(self.W.shape)}, kernel={self.kernel})"
 
     def read(self, queries: Float[Tensor, "... q d"]) -> Float[Tensor, "... q m"]:
         """W φ(q_i) for every query (over z·φ(q_i) where normalized).

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualform.memory.blocks import (
     BETWEEN,
-    Bilinear,
+    BilinearFunctional,
     Functional,
     Sides,
     from_matrix,
@@ -94,7 +94,7 @@ class SharedSides:
             total += M * self.plain[rows].total(coefficients[rows], block)
         return total
 
-    def answers(self, question: Functional | Bilinear) -> Tensor:
+    def answers(self, question: Functional | BilinearFunctional) -> Tensor:
         """(rows, questions): the answer of each row, in the rows' precision."""
         found = self.a.new_empty(len(self), len(question))
         dense = isinstance(question, Functional) and not question.units
@@ -111,24 +111,26 @@ class SharedSides:
         squares = Sides(a, None if b is None else b.square())
         ones = a.new_ones(1, a.shape[1], width if b is None else max(width, b.shape[-1]))
         blocks = SharedSides(squares, self.matrices.square(), self.which)
-        return blocks.answers(Bilinear(ones))[:, 0].sqrt()
+        return blocks.answers(BilinearFunctional(ones))[:, 0].sqrt()
 
-    def _summed(self, question: Functional | Bilinear) -> Functional | Bilinear:
+    def _summed(self, question: Functional | BilinearFunctional) -> Functional | BilinearFunctional:
         """A question about matrices as one about the blocks, which may be repeated along them."""
         if not self.narrow:
             return question
-        if isinstance(question, Bilinear):
-            return Bilinear(question.matrices.sum(2, keepdim=True))
+        if isinstance(question, BilinearFunctional):
+            return BilinearFunctional(question.matrices.sum(2, keepdim=True))
         return Functional(question.a, question.b.sum(1, keepdim=True))
 
 
 AnySides: TypeAlias = Sides | SharedSides
 
 
-def _multiplied(question: Functional | Bilinear, M: Tensor) -> Functional | Bilinear:
+def _multiplied(
+    question: Functional | BilinearFunctional, M: Tensor
+) -> Functional | BilinearFunctional:
     """The question as it is put to what M is multiplied with."""
-    if isinstance(question, Bilinear):
-        return Bilinear(question.matrices.to(M.device) * M)
+    if isinstance(question, BilinearFunctional):
+        return BilinearFunctional(question.matrices.to(M.device) * M)
     a, b = question.a.to(M.device), question.b.to(M.device)
     if question.units:
         return Functional(a, b * (M if len(M) == 1 else M[a]))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Step
 
 
 class AdadeltaRule(StateRule):
@@ -32,7 +32,7 @@ class AdadeltaRule(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and both averages after it."""
-        descent, rho, eps = Descent.of(hyper), hyper["rho"], hyper["eps"]
+        descent, rho, eps = DescentStep.of(hyper), hyper["rho"], hyper["eps"]
         d = descent.direction(W, gradient)
         moved = state.get("acc_delta", torch.zeros_like(d))
         v = rho * state.get("square_avg", torch.zeros_like(d)) + (1 - rho) * d**2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dualform.optimizers.options import count, flat, kept
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Step
 
 
 class AdafactorRule(StateRule):
@@ -52,7 +52,7 @@ class AdafactorRule(StateRule):
         P = 1 / V.clamp(min=hyper["eps1"] ** 2).sqrt()
         alpha = max(hyper["eps2"], _rms(W)) * min(hyper["lr"], step**-0.5)
         far = alpha / max(1.0, _rms(P * gradient) / hyper["d"]) * P
-        descent = Descent.of({**hyper, "decoupled_weight_decay": 1.0})
+        descent = DescentStep.of({**hyper, "decoupled_weight_decay": 1.0})
         return descent.transition(along_d=far), {**after, "step": kept(step)}
 
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from dualform.optimizers.adam import inverse_root
 from dualform.optimizers.options import count, kept
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Step
 
 
 class AdagradRule(StateRule):
@@ -40,7 +40,7 @@ class AdagradRule(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and the sum after it."""
-        descent, step = Descent.of(hyper), count(state)
+        descent, step = DescentStep.of(hyper), count(state)
         total = state["sum"] + descent.direction(W, gradient) ** 2
         eta = hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"])
         after = {"step": kept(step), "sum": total}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dualform.optimizers.options import clock, count, flat, kept
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Pair, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Pair, Step
 
 
 def adam_fields(*own: str) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class AdamLike(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and `v` after it."""
-        descent, step = Descent.of(hyper), count(state)
+        descent, step = DescentStep.of(hyper), count(state)
         beta1, beta2 = hyper["beta1"], hyper["beta2"]
         d = descent.direction(W, gradient)
         v = average_square(state.get("exp_avg_sq"), d, beta2)

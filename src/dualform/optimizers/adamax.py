@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualform.optimizers.options import clock, count, flat, kept
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Step
 
 
 class AdamaxRule(StateRule):
@@ -41,7 +41,7 @@ class AdamaxRule(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and `u` after it."""
-        descent, step, beta1 = Descent.of(hyper), count(state), hyper["beta1"]
+        descent, step, beta1 = DescentStep.of(hyper), count(state), hyper["beta1"]
         size = descent.direction(W, gradient).abs() + hyper["eps"]
         u = torch.maximum(hyper["beta2"] * state.get("exp_inf", torch.zeros_like(size)), size)
         far = hyper["lr"] / float(1 - beta1 ** clock(step, hyper)) / u

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dualform.optimizers.options import count, flat, kept, rounded
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Step
 
 
 class ASGDRule(StateRule):
@@ -43,6 +43,6 @@ class ASGDRule(StateRule):
         lr, lambd, step = hyper["lr"], hyper["lambd"], count(state)
         h = float(state.get("eta", rounded(lr, hyper)))
         later = float(rounded(lr / (1 + lambd * lr * step) ** hyper["alpha"], hyper))
-        descent = Descent.of(hyper)
-        shrunk = Descent(descent.sign, descent.coupled, 1 - lambd * h)
+        descent = DescentStep.of(hyper)
+        shrunk = DescentStep(descent.sign, descent.coupled, 1 - lambd * h)
         return shrunk.transition(along_d=h), {"step": kept(step), "eta": kept(later)}

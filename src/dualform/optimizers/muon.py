@@ -12,7 +12,7 @@ from torch import Tensor
 from dualform.optimizers.operators import Sided, apply
 from dualform.optimizers.options import flat
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Step
 
 ADJUSTMENTS = {None: 0.0, "original": 0.0, "match_rms_adamw": 1.0}
 """What `adjust_lr_fn` is called, as a number; any other adjusts nothing."""
@@ -71,7 +71,7 @@ class MuonRule(StateRule):
             u = mu * u + (1 - mu) * gradient
         far = rounded_orthogonalizer(hyper, u) * (hyper["lr"] * _adjusted(hyper, *W.shape))
         on_b, on_d = (far * mu, far * (1 - mu)) if hyper["nesterov"] else (far, 0.0)
-        descent = Descent.of({**hyper, "decoupled_weight_decay": 1.0})
+        descent = DescentStep.of({**hyper, "decoupled_weight_decay": 1.0})
         return descent.transition(on_b, on_d, keep=mu, take=1 - mu), state
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dualform.optimizers.adam import average_square, inverse_root
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Step
 
 
 class RMSpropRule(StateRule):
@@ -35,7 +35,7 @@ class RMSpropRule(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and the averages after it."""
-        descent, alpha = Descent.of(hyper), hyper["alpha"]
+        descent, alpha = DescentStep.of(hyper), hyper["alpha"]
         d = descent.direction(W, gradient)
         v = average_square(state.get("square_avg"), d, alpha)
         after = {**state, "square_avg": v}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dualform.optimizers.options import flat
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Step
 
 
 class RpropRule(StateRule):
@@ -44,7 +44,7 @@ class RpropRule(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and its lengths and direction."""
-        descent = Descent.of(hyper)
+        descent = DescentStep.of(hyper)
         d = descent.direction(W, gradient)
         h = state.get("step_size", torch.full_like(d, hyper["lr"]))
         same = torch.sign(d * state.get("prev", torch.zeros_like(d)))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dualform.optimizers.operators import Modewise
 from dualform.optimizers.package import is_packaged, option, packed, second_moment, unpacked
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import Descent, Hyper, Step
+from dualform.optimizers.steps import DescentStep, Hyper, Step
 
 AGAIN = "divides again what earlier steps have divided"
 
@@ -86,7 +86,7 @@ class ShampooRule(StateRule):
         """The step, the moments and the roots after it."""
         per = 1.0 if hyper["fixed_decay"] else hyper["lr"]
         sign = -1.0 if state["maximize"] else 1.0
-        descent = Descent(sign, 0.0, 1 - per * hyper["weight_decay"])
+        descent = DescentStep(sign, 0.0, 1 - per * hyper["weight_decay"])
         if not W.ndim:
             return descent.transition(along_d=hyper["lr"]), state
         S = _moments(hyper, state, gradient)

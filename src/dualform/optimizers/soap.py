@@ -14,7 +14,7 @@ from dualform.optimizers.operators import Basis, Coefficient, Turned, along, app
 from dualform.optimizers.options import flat
 from dualform.optimizers.package import is_packaged, option, packed, second_moment, unpacked
 from dualform.optimizers.rule import State, StateRule
-from dualform.optimizers.steps import STILL, Descent, Hyper, Step
+from dualform.optimizers.steps import STILL, DescentStep, Hyper, Step
 
 
 class SOAPRule(StateRule):
@@ -99,7 +99,7 @@ class SOAPRule(StateRule):
             return STILL, state
         beta1, beta2 = hyper["beta1"], hyper["beta2"]
         decoupled = {"decoupled_weight_decay": 1.0, "maximize": float(state["maximize"])}
-        descent = Descent.of({**hyper, **decoupled})
+        descent = DescentStep.of({**hyper, **decoupled})
         d = descent.direction(W, gradient)
         Q, state = _basis(hyper, state, gradient)
         there = along([None if one is None else one.T for one in Q], d)

@@ -188,13 +188,13 @@ def walk_back(
 
 
 @dataclass(frozen=True)
-class Descent:
+class DescentStep:
     """`d = ±g + λ W`; `b ← keep b + take d`; `W ← kept W - along_b b - along_d d`.
 
     Coupled weight decay λ is part of the direction; decoupled, it is in `kept = 1 - η λ`.
 
     >>> import torch
-    >>> uphill = Descent.of({"lr": 0.1, "weight_decay": 0.5, "maximize": 1.0})
+    >>> uphill = DescentStep.of({"lr": 0.1, "weight_decay": 0.5, "maximize": 1.0})
     >>> uphill.direction(torch.ones(2), torch.tensor([1.0, 2.0]))
     tensor([-0.5000, -1.5000])
     >>> uphill.transition(along_b=1.0, keep=0.5, take=1.0).written_out
@@ -206,7 +206,7 @@ class Descent:
     kept: float
 
     @classmethod
-    def of(cls, hyper: Hyper) -> Descent:
+    def of(cls, hyper: Hyper) -> DescentStep:
         """The descent these hyper-parameters ask for."""
         decay = hyper.get("weight_decay", 0.0)
         sign = -1.0 if hyper.get("maximize") else 1.0
@@ -235,12 +235,12 @@ class Descended(Step):
     """A step of a descent: done as it is said, which takes less arithmetic than written out.
 
     >>> import torch
-    >>> step = Descent(1.0, 0.0, kept=0.5).transition(along_b=0.1, keep=0.5, take=1.0)
+    >>> step = DescentStep(1.0, 0.0, kept=0.5).transition(along_b=0.1, keep=0.5, take=1.0)
     >>> step.forward(torch.ones(1), torch.ones(1), torch.ones(1))
     (tensor([0.3500]), tensor([1.5000]))
     """
 
-    descent: Descent
+    descent: DescentStep
     along_b: Coefficient
     along_d: Coefficient
     keep: float

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from dualform.private import schema_of
 
 
-class Source(Protocol):
+class Draws(Protocol):
     """What random numbers are drawn from."""
 
     def pause(self) -> None:
@@ -248,7 +248,7 @@ class DropoutState:
         self._state.copy_(self._after)
 
 
-def random_sources(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Source]:
+def random_sources(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Draws]:
     """What a call that is about to be made draws random numbers from, if it draws any."""
     if isinstance(state := _argument(func, args, kwargs, "dropout_state", None), Tensor):
         return [DropoutState(state)]
@@ -284,7 +284,7 @@ class Autocast(TorchFunctionMode):
 
 
 @contextmanager
-def same_randomness(sources: Sequence[Source]) -> Iterator[Callable[[], None]]:
+def same_randomness(sources: Sequence[Draws]) -> Iterator[Callable[[], None]]:
     """Gives a function that takes random numbers back to where they were; at the end they go on."""
     for source in sources:
         source.pause()

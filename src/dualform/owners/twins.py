@@ -25,7 +25,7 @@ from dualform.owners.calls import (
     MOVING,
     SHAPES_ONLY,
     Autocast,
-    Source,
+    Draws,
     call_there,
     is_number,
     is_view,
@@ -48,7 +48,7 @@ Geometry: TypeAlias = tuple[int, int, torch.Size, tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class Memory:
+class WorldMemory:
     """A piece of memory: its bytes from `start` to `end` in each world, where they differ."""
 
     ref: StorageWeakRef
@@ -83,7 +83,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.guard: Callable[..., Any] = lambda action, *args: action(*args)
         """Runs what follows the worlds. A recorder's returns None after a failure."""
         self._room = room
-        self._memory: dict[int, Memory] = {}
+        self._memory: dict[int, WorldMemory] = {}
         self._shared: dict[Geometry, list[Tensor | None]] = {}
         """Twins of tensors whose elements share memory, such as expanded ones."""
         self._decided: set[int] = set()
@@ -178,7 +178,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.guard(self._follow, func, args, kwargs, out, *ahead)
         return out
 
-    def _look_ahead(self, func: Any, args: Any, kwargs: Any) -> tuple[list[int], list[Source]]:
+    def _look_ahead(self, func: Any, args: Any, kwargs: Any) -> tuple[list[int], list[Draws]]:
         """The worlds in which a call differs, with memory for it, and what it draws from."""
         given = tensors_of((*args, *kwargs.values()))
         shapes = func.overloadpacket.__name__ in SHAPES_ONLY | COUNTING
@@ -193,7 +193,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return worlds, random_sources(func, args, kwargs) if worlds else []
 
     def _follow(
-        self, func: Any, args: Any, kwargs: Any, out: Any, worlds: list[int], sources: list[Source]
+        self, func: Any, args: Any, kwargs: Any, out: Any, worlds: list[int], sources: list[Draws]
     ) -> None:
         """Makes a call that was made for real again in these worlds."""
         given = tensors_of((*args, *kwargs.values()))
@@ -267,11 +267,11 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._own(real, world)
             self.twin(real, world).copy_(twin)
 
-    def _of(self, tensor: Tensor) -> Memory:
+    def _of(self, tensor: Tensor) -> WorldMemory:
         at, real = _key(tensor), tensor.untyped_storage()
         if at not in self._memory:
             ref = StorageWeakRef(real)  # type: ignore[no-untyped-call]
-            self._memory[at] = Memory(ref, 0, real.nbytes(), [None] * len(self.alive))
+            self._memory[at] = WorldMemory(ref, 0, real.nbytes(), [None] * len(self.alive))
         return self._memory[at]
 
     def _own(self, tensor: Tensor, world: int) -> None:
@@ -373,7 +373,7 @@ def room_for(tensor: Tensor) -> int:
     return torch.cuda.mem_get_info(tensor.device)[0] // 2 if tensor.is_cuda else HOST_BYTES
 
 
-def _is_gone(memory: Memory) -> bool:
+def _is_gone(memory: WorldMemory) -> bool:
     return bool(memory.ref.expired())  # type: ignore[no-untyped-call]
 
 

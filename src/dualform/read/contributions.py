@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger, Stream
 from dualform.ledger.samples import Label, SampleId
-from dualform.memory.blocks import Bilinear, as_matrix
+from dualform.memory.blocks import BilinearFunctional, as_matrix
 from dualform.optimizers import Memo, Question
 from dualform.read.coefficients import Accounting, Span, StepCoefficients, StepNumbers
 from dualform.read.engine import Fold, RowReader, Scratch, ShardRange
@@ -223,7 +223,7 @@ def row_sums(
     def question(book: Book, stream: str) -> Question:
         term = book.terms[stream]
         seen = [as_matrix(d, term.view, term.groups) for d in directions[book.name].cpu()]
-        return Bilinear(torch.stack(seen))
+        return BilinearFunctional(torch.stack(seen))
 
     chosen = [book for book in (books or accounting.ledger.info.books) if book.terms]
     fold = AnswerSums(RowQuestions.of(accounting, chosen, question), NO_STEPS, (grouping,), True)

@@ -45,7 +45,7 @@ ROUNDING = 1e-4
 """How far rows may be from a gradient, relative to what they add up, and still be it."""
 
 
-class Part(NamedTuple):
+class GradientPart(NamedTuple):
     """Rows of some queries, as many for each, sorted by query."""
 
     book: str
@@ -83,7 +83,7 @@ class Weighted:
     """(queries, rows of each, …) of both sides, by book, term and size of the blocks."""
     _bytes: int = 0
 
-    def add(self, part: Part, weight: float) -> None:
+    def add(self, part: GradientPart, weight: float) -> None:
         """Takes rows, `weight` times."""
         if isinstance(part.sides, SharedSides):
             sides = replace(part.sides, plain=replace(part.sides.plain, a=part.sides.a * weight))
@@ -204,7 +204,7 @@ class Gradients:
         if direct:
             self._add_directly(weight, queries, total, sorted(direct))
 
-    def _unexplained(self, parts: Sequence[Part], queries: Sequence[int]) -> set[str]:
+    def _unexplained(self, parts: Sequence[GradientPart], queries: Sequence[int]) -> set[str]:
         """The parameters whose rows are not their gradients.
 
         What is asked is summed with a random weight for each query: rows that were taken for those
@@ -223,9 +223,9 @@ class Gradients:
             sizes[part.book] += part.size()
         return {name for name, gap in gaps.items() if float(gap.norm()) > ROUNDING * sizes[name]}
 
-    def _rows(self, queries: Sequence[int]) -> list[Part]:
+    def _rows(self, queries: Sequence[int]) -> list[GradientPart]:
         """The rows of all queries."""
-        parts: list[Part] = []
+        parts: list[GradientPart] = []
         hooks: list[RemovableHandle | None] = []
 
         def add(use: Seen, errors: Sequence[Tensor | None]) -> None:
@@ -264,7 +264,7 @@ class Gradients:
         self._model.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]  # reentrant checkpoints need it
 
-    def _parts(self, rows: Rows, queries: int) -> Iterable[Part]:
+    def _parts(self, rows: Rows, queries: int) -> Iterable[GradientPart]:
         """A use's rows by query; none where no dimension counts queries."""
         assert rows.values is not None
         # A view of a tensor with a history would keep all of that history alive.
@@ -285,7 +285,7 @@ class Gradients:
             if rows.shared is not None:
                 which = torch.zeros(len(sides), dtype=torch.long, device=x.device)
                 sides = SharedSides(Sides(sides.a, sides.b), rows.shared.detach()[None], which)
-            yield Part(book, term, sides, queries)
+            yield GradientPart(book, term, sides, queries)
 
     def _add_directly(
         self, weight: float, queries: Sequence[int], total: Weighted, names: Sequence[str]

@@ -69,7 +69,7 @@ class Influence(Scores):
 
 
 @dataclass(frozen=True)
-class Call:
+class InfluenceCall:
     """What a method answers: some of the queries, damped and kept as asked."""
 
     asked: Asked
@@ -85,7 +85,7 @@ class Influencer:
     def __init__(self, source: Source) -> None:
         self._source = source
         self._lines: dict[tuple[str, int | None], Lines] = {}
-        self._methods: dict[str, tuple[float, Callable[[Call], Tensor]]] = {
+        self._methods: dict[str, tuple[float, Callable[[InfluenceCall], Tensor]]] = {
             "ridge": (3.0, self._ridge),
             "fisher": (1.0, self._fisher),
             "tracin": (0.0, self._tracin),
@@ -116,7 +116,7 @@ class Influencer:
             self._check(rank)
         lines = self._lines.setdefault((method, rank), Lines(rank))
         parts = [
-            answer(Call(asked, model, queries, chosen, lines))
+            answer(InfluenceCall(asked, model, queries, chosen, lines))
             for queries in query_batches(asked, source)
         ]
         return Influence(
@@ -131,7 +131,7 @@ class Influencer:
             lines.kept,
         )
 
-    def _method(self, name: str) -> tuple[float, Callable[[Call], Tensor]]:
+    def _method(self, name: str) -> tuple[float, Callable[[InfluenceCall], Tensor]]:
         if name not in self._methods:
             known = ", ".join(f"'{known}'" for known in self._methods)
             raise ReadingError(f"method='{name}' is not known; there are {known}.")
@@ -147,7 +147,7 @@ class Influencer:
         books = (book for book in self._source.ledger.info.books if book.terms)
         check_memory(min(samples, max(longest(book) for book in books)), rank)
 
-    def _ridge(self, call: Call) -> Tensor:
+    def _ridge(self, call: InfluenceCall) -> Tensor:
         first, last = ends(call.model, self._source)
         directions = trapezoid(call.asked, first, last, call.queries, PANELS)
         solved = call.lines.solve(self._metric, directions, call.damping)
@@ -157,14 +157,14 @@ class Influencer:
     def _metric(self) -> OptimizerMetric:
         return OptimizerMetric(self._source.accounting, Grouping.by_sample(self._source.numbers))
 
-    def _fisher(self, call: Call) -> Tensor:
+    def _fisher(self, call: InfluenceCall) -> Tensor:
         matrix = self._matrix().of_last_visits()
         return call.lines.solve(matrix, self._gradients(call), call.damping)
 
-    def _accounting(self, call: Call) -> Tensor:
+    def _accounting(self, call: InfluenceCall) -> Tensor:
         return _products(self._matrix(), self._gradients(call))
 
-    def _tracin(self, call: Call) -> Tensor:
+    def _tracin(self, call: InfluenceCall) -> Tensor:
         """Learning rates in place of coefficients, gradients at the steps that were kept."""
         ledger, until = self._source.ledger, self._source.until
         kept = sorted({*(step for step in ledger.kept_steps if step < until), until})
@@ -186,7 +186,7 @@ class Influencer:
             numbers[book.name][begin + 1 : end + 1] = -torch.from_numpy(rates[begin:end])
         return StepWeights(numbers)
 
-    def _gradients(self, call: Call) -> Parameters:
+    def _gradients(self, call: InfluenceCall) -> Parameters:
         _, last = ends(call.model, self._source)
         return gradients_at(call.asked, last, call.queries)
 

@@ -63,7 +63,7 @@ class LayerQueries:
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One use of a layer: how many samples it saw, its rows, and what it gave beside them."""
 
     samples: int
@@ -100,7 +100,7 @@ def ask(
             module.training = True
     if trial is not None:
         trial.close()
-    seen: dict[str, list[Call]] = {}
+    seen: dict[str, list[LayerCall]] = {}
     with torch.no_grad():
         for use, output, sightings in uses:
             for at, rows in enumerate(use.rows(None)):
@@ -159,7 +159,7 @@ def _call(
     stretch: int | None,
     parameters: Mapping[str, Tensor],
     ledger: Ledger,
-) -> Call:
+) -> LayerCall:
     """A use as queries, sample by sample."""
     site, keys = rows.site, rows.keys.detach().cpu()
     lead = keys.shape[: keys.ndim - site.key_dims]
@@ -179,7 +179,7 @@ def _call(
     unrecorded = unrecorded_part(rows, recorded, inputs, outputs, parameters, ledger, width)
     if not math.prod(stream.keys):  # recorded as an offset: the weight was frozen then
         inputs = inputs[:, :0]
-    return Call(samples, inputs, unrecorded)
+    return LayerCall(samples, inputs, unrecorded)
 
 
 def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -201,7 +201,7 @@ def arguments(x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _queries(
     ledger: Ledger,
     name: str,
-    calls: Sequence[Call],
+    calls: Sequence[LayerCall],
     weights: Mapping[str, Tensor],
 ) -> LayerQueries:
     """All rows of all calls; named by sample, and by position and call where there are several."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Stream, Term
-from dualform.memory.blocks import Bilinear, Functional, as_matrix
+from dualform.memory.blocks import BilinearFunctional, Functional, as_matrix
 from dualform.memory.forms import form_named
 from dualform.memory.views import View
 
@@ -38,7 +38,7 @@ def term_output(term: Term, matrix: Tensor, keys: Tensor, width: int) -> Tensor:
 
 def functional(
     book: Book, term: Term, keys: Tensor, directions: Tensor, units: Tensor | None
-) -> Functional | Bilinear:
+) -> Functional | BilinearFunctional:
     """The question that queries put to one parameter.
 
     `units` are the outputs asked about, where every direction is a single one.

@@ -118,7 +118,7 @@ def epochs(reader: RowReader, until: int) -> NDArray[np.int64]:
     """
     epoch, seen = 1, set[int]()
     found = np.ones(until + 1, dtype=np.int64)
-    fold = BatchSamples(tuple(stream.name for stream in reader.ledger.info.streams))
+    fold = EpochSamples(tuple(stream.name for stream in reader.ledger.info.streams))
     for step, batches in sorted(reader.reduce(fold, until).items()):
         samples = [sample for batch in sorted(batches) for sample in batches[batch]]
         if not seen.isdisjoint(samples):
@@ -133,7 +133,7 @@ BatchesByStep: TypeAlias = dict[int, dict[tuple[int, int], list[int]]]
 
 
 @dataclass(frozen=True)
-class BatchSamples(Fold[BatchesByStep]):
+class EpochSamples(Fold[BatchesByStep]):
     """Which samples each step saw, batch by batch."""
 
     names: tuple[str, ...]

@@ -18,7 +18,7 @@ from torch import Tensor
 from dualform.errors import NonFiniteError
 from dualform.ledger import Stream, Term
 from dualform.optimizers import BY_ROW
-from dualform.recording.messages import Pages, Step
+from dualform.recording.messages import Pages, RecordedStep
 from dualform.recording.pages import StreamRows, rows_by_sample
 from dualform.recording.probe import Look, in_double, probe_rows
 from dualform.recording.streams import OpenStream
@@ -31,7 +31,7 @@ UNSCALED = 32.0
 """How many roundings a factor may differ from 1 and still be 1."""
 
 
-class Part(NamedTuple):
+class AccountPart(NamedTuple):
     """What some records say of one book, segment by segment."""
 
     columns: slice
@@ -78,10 +78,10 @@ class Evidence:
         """(steps,): whether the step changed the account at all."""
         return self.active.any(1)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[AccountPart]:
         """What the rows say of each book."""
         return [
-            Part(columns, rows.segments[:, 0], *probe_rows(feed.stream, term, rows, look))
+            AccountPart(columns, rows.segments[:, 0], *probe_rows(feed.stream, term, rows, look))
             for feed, rows in self.pieces
             for book, term in feed.terms.items()
             for look, columns in [self.looks[book]]
@@ -140,7 +140,10 @@ class Evidence:
 
 
 def gather_evidence(
-    columns: Mapping[str, int], steps: Sequence[Step], pages: Pages, probes: Mapping[str, Tensor]
+    columns: Mapping[str, int],
+    steps: Sequence[RecordedStep],
+    pages: Pages,
+    probes: Mapping[str, Tensor],
 ) -> list[Evidence]:
     """What the rows of each account say about these steps, and the first so many probes.
 
@@ -185,12 +188,12 @@ def accounts_of(streams: Sequence[OpenStream]) -> list[tuple[set[str], list[int]
     return groups
 
 
-def looks_of(steps: Sequence[Step]) -> dict[str, Look]:
+def looks_of(steps: Sequence[RecordedStep]) -> dict[str, Look]:
     """How each book was probed."""
     return {name: look for step in steps for name, look in step.looks.items()}
 
 
-def probes_of(steps: Sequence[Step]) -> dict[str, Tensor]:
+def probes_of(steps: Sequence[RecordedStep]) -> dict[str, Tensor]:
     """(steps, numbers) for each book, in main memory; zero where a step did not touch it."""
     looks = looks_of(steps)
     probes = {
@@ -209,8 +212,8 @@ def probes_of(steps: Sequence[Step]) -> dict[str, Tensor]:
 
 
 def finite_steps(
-    steps: Sequence[Step], probes: Mapping[str, Tensor]
-) -> tuple[Sequence[Step], NonFiniteError | None]:
+    steps: Sequence[RecordedStep], probes: Mapping[str, Tensor]
+) -> tuple[Sequence[RecordedStep], NonFiniteError | None]:
     """The steps up to the first whose gradient, or observed change, is not finite."""
     every = [step.number for step in steps]
     signals = [(book, every, probe.isfinite().all(1)) for book, probe in probes.items()]

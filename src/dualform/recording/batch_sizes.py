@@ -9,13 +9,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from dualform.recording.accounts import Evidence
-from dualform.recording.messages import Step
+from dualform.recording.messages import RecordedStep
 
 SEVERAL = 3
 """A batch is short if others are so many times as large."""
 
 
-class Batch(NamedTuple):
+class SeenBatch(NamedTuple):
     """One batch in one layer: its step's index, how many samples it has, and their errors."""
 
     at: int
@@ -37,7 +37,9 @@ class BatchSizes:
         """How many samples the largest batch had, and the weight of one of them."""
         self._told = False
 
-    def remark(self, steps: Sequence[Step], evidence: Sequence[Evidence], factors: Tensor) -> str:
+    def remark(
+        self, steps: Sequence[RecordedStep], evidence: Sequence[Evidence], factors: Tensor
+    ) -> str:
         """What to tell the user of these steps, once; else nothing."""
         if self._told:
             return ""
@@ -49,7 +51,7 @@ class BatchSizes:
                 return text
         return ""
 
-    def _batches(self, account: Evidence) -> Iterator[Batch]:
+    def _batches(self, account: Evidence) -> Iterator[SeenBatch]:
         """The batches of one stream, the same for all of the run."""
         for feed, rows in account.pieces:
             self._stream = self._stream or feed.stream.name
@@ -57,9 +59,11 @@ class BatchSizes:
                 errors = rows.values.split(rows.counts.tolist())  # type: ignore[no-untyped-call]
                 for (at, _, each), part in zip(rows.segments.tolist(), errors, strict=True):
                     if each and len(part):
-                        yield Batch(at, len(part) // each, part)
+                        yield SeenBatch(at, len(part) // each, part)
 
-    def _compare(self, steps: Sequence[Step], batches: Sequence[Batch], factors: Tensor) -> str:
+    def _compare(
+        self, steps: Sequence[RecordedStep], batches: Sequence[SeenBatch], factors: Tensor
+    ) -> str:
         largest = max(batches, key=lambda batch: (batch.samples, batch.at))
         if largest.samples >= self._usual[0]:
             self._usual = (largest.samples, largest.weight(factors))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NonFiniteError
-from dualform.ledger import Block, Codec, Declaration, SampleTable
+from dualform.ledger import Codec, Declaration, SampleTable, ShardBlock
 from dualform.ledger.ids import encode_ids
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.owners import BatchSamples
@@ -27,7 +27,7 @@ from dualform.recording.batch_sizes import BatchSizes
 from dualform.recording.book_states import Event, Note
 from dualform.recording.entries import Entries
 from dualform.recording.excerpts import Excerpt, differing
-from dualform.recording.messages import Findings, Handover, Pages, Span, Step
+from dualform.recording.messages import Findings, Handover, Pages, RecordedStep, WeightSpan
 from dualform.recording.plan import Plan
 from dualform.recording.reconcile import Reconciler, unlike
 from dualform.recording.streams import OpenStream
@@ -70,7 +70,7 @@ class Bookkeeper:
         self._observed: set[str] = set()
         """Books that the last step kept by step, and with it all that came after."""
 
-    def book(self, handover: Handover) -> tuple[Block | None, NonFiniteError | None, Findings]:
+    def book(self, handover: Handover) -> tuple[ShardBlock | None, NonFiniteError | None, Findings]:
         """The block of some steps, up to the first whose gradient is not finite."""
         probes = probes_of(handover.steps)
         steps, error = finite_steps(handover.steps, probes)
@@ -113,7 +113,7 @@ class Bookkeeper:
         notes = [*(n for step in steps for n in step.notes), *(note for _, note in events)]
         as_json = [note._asdict() for note in notes]
         declared = self._declare(streams, entries.codecs)
-        block = Block(steps[0].number, steps[-1].number, arrays, as_json, declared)
+        block = ShardBlock(steps[0].number, steps[-1].number, arrays, as_json, declared)
         return block, error, Findings(tuple(events), remarks)
 
     def _declare(
@@ -126,14 +126,14 @@ class Bookkeeper:
         chosen.sort(key=lambda opened: opened.order)
         return [replace(one.declaration, codec=codecs[one.stream.name]) for one in chosen]
 
-    def moved_on(self, now: Excerpt, span: Span) -> bool:
+    def moved_on(self, now: Excerpt, span: WeightSpan) -> bool:
         """Whether books that no observed change accounts for are not as the last step left them."""
         found = differing([self._last], [now], span.before)
         return not (found.keys() & span.before.keys() <= self._broken | self._observed)
 
     def _refuted(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[RecordedStep],
         evidence: Sequence[Evidence],
         agreed: Tensor,
         refused: Mapping[str, str],
@@ -148,7 +148,7 @@ class Bookkeeper:
         return events
 
     def _changed_between(
-        self, steps: Sequence[Step], handover: Handover, accounts: Sequence[set[str]]
+        self, steps: Sequence[RecordedStep], handover: Handover, accounts: Sequence[set[str]]
     ) -> list[tuple[Event, Note]]:
         """Books that changed between steps, or since the last; after the very last none count."""
         ends = [self._last, *(step.after for step in steps)]
@@ -168,7 +168,7 @@ class Bookkeeper:
         return self._changed(changed, handover.span, accounts, OUTSIDE)
 
     def _edited(
-        self, steps: Sequence[Step], span: Span, accounts: Sequence[set[str]]
+        self, steps: Sequence[RecordedStep], span: WeightSpan, accounts: Sequence[set[str]]
     ) -> list[tuple[Event, Note]]:
         """Books that spot checks found to be changed by something else."""
         events: list[tuple[Event, Note]] = []
@@ -185,7 +185,7 @@ class Bookkeeper:
         return events
 
     def _changed_without_rows(
-        self, steps: Sequence[Step], span: Span, accounts: Sequence[set[str]]
+        self, steps: Sequence[RecordedStep], span: WeightSpan, accounts: Sequence[set[str]]
     ) -> list[tuple[Event, Note]]:
         """Books without rows that changed by more than the changes that were observed."""
         by_row = (torch.tensor([step.states for step in steps]) == BY_ROW).any(0)
@@ -197,7 +197,7 @@ class Bookkeeper:
 
     def _unaccounted(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[RecordedStep],
         evidence: Sequence[Evidence],
         factors: Tensor,
         handover: Handover,
@@ -214,7 +214,7 @@ class Bookkeeper:
         return self._changed(first, span, accounts, UNACCOUNTED)
 
     def _changed(
-        self, changed: dict[str, int], span: Span, accounts: Sequence[set[str]], reason: str
+        self, changed: dict[str, int], span: WeightSpan, accounts: Sequence[set[str]], reason: str
     ) -> list[tuple[Event, Note]]:
         """Something else changed these books, each at its step; those that share rows go along."""
         for books in accounts:
@@ -231,8 +231,8 @@ class Bookkeeper:
         return [(event, Note(books[book], book, reason)) for book in new]
 
     def _book_as_changes(
-        self, books: Iterable[str], steps: Sequence[Step], span: Span
-    ) -> Sequence[Step]:
+        self, books: Iterable[str], steps: Sequence[RecordedStep], span: WeightSpan
+    ) -> Sequence[RecordedStep]:
         """Books what these steps did to broken books as one observed change, at the last."""
         states = [list(step.states) for step in steps]
         changes = [dict(step.changes) for step in steps]
@@ -285,13 +285,13 @@ class SampleNumbers:
         return self._table.numbers(self._numbers[batch.number])
 
 
-def _with_changes(steps: Sequence[Step], name: str, before: Tensor) -> Tensor:
+def _with_changes(steps: Sequence[RecordedStep], name: str, before: Tensor) -> Tensor:
     """What a book was before these steps, with the changes that were observed; itself if none."""
     changes = [step.changes[name] for step in steps if name in step.changes]
     return functools.reduce(torch.add, changes, before.double()) if changes else before
 
 
-def _step_arrays(steps: Sequence[Step], factors: Tensor) -> Arrays:
+def _step_arrays(steps: Sequence[RecordedStep], factors: Tensor) -> Arrays:
     groups = max(len(step.hyper) for step in steps)  # a group may have been added on the way
     hyper = [step.hyper + step.hyper[:1] * (groups - len(step.hyper)) for step in steps]
     arrays = {

@@ -20,7 +20,7 @@ ROUNDINGS = 4.0
 """So many roundings of its largest element may be left of what was added and taken off again."""
 
 
-class Place(NamedTuple):
+class ExcerptPlace(NamedTuple):
     """Where an excerpt has the elements of one parameter."""
 
     device: int
@@ -34,7 +34,7 @@ class Excerpt(NamedTuple):
 
     elements: tuple[Tensor, ...] = ()
     """For each device, end to end."""
-    places: Mapping[str, Place] = {}
+    places: Mapping[str, ExcerptPlace] = {}
     """Of each parameter."""
 
 
@@ -56,7 +56,7 @@ class Excerpts:
         self._parameters = dict(parameters)
         self._pointers: list[int] = []
         self._views: dict[torch.device, list[Tensor]] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ExcerptPlace] = {}
         """Excerpts hold it, so it is never changed, but made anew."""
 
     def take(self) -> Excerpt:
@@ -74,7 +74,7 @@ class Excerpts:
             device, view = parameter.device, _some(parameter.detach())
             end = ends[device] + view.numel()
             eps = torch.finfo(parameter.dtype).eps if parameter.is_floating_point() else 0.0
-            places[name] = Place(devices.index(device), slice(ends[device], end), eps)
+            places[name] = ExcerptPlace(devices.index(device), slice(ends[device], end), eps)
             self._views[device].append(view)
             ends[device] = end
         self._places = places

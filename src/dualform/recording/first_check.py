@@ -8,7 +8,7 @@ from dualform.optimizers import Rule, StateRule
 from dualform.recording.accounts import Evidence, find_factors, gather_evidence, probes_of
 from dualform.recording.book_states import BookStates, Event
 from dualform.recording.bookkeeping import NOISY, UNEXPLAINED
-from dualform.recording.messages import Step
+from dualform.recording.messages import RecordedStep
 from dualform.recording.plan import Plan
 from dualform.recording.sample_ids import SampleIds
 from dualform.recording.watch import Watch
@@ -23,7 +23,7 @@ class FirstCheck:
         self._plan, self._rule, self._states = plan, rule, states
         self._watch, self._sample_ids = watch, sample_ids
 
-    def require_ids(self, step: Step) -> None:
+    def require_ids(self, step: RecordedStep) -> None:
         """Refuses samples without ids where they must have some, and are in the gradient."""
         if not self._sample_ids.is_numbered:
             evidence, _, _ = self._compare(step)
@@ -31,7 +31,7 @@ class FirstCheck:
             if not used.isdisjoint(self._watch.rows.unnamed):
                 self._sample_ids.number()
 
-    def failing(self, step: Step) -> dict[str, str]:
+    def failing(self, step: RecordedStep) -> dict[str, str]:
         """Of the books that are new, those that their rows do not explain, and why.
 
         The others are verified from now on.
@@ -50,7 +50,7 @@ class FirstCheck:
         self._states.happen(Event.VERIFIED, new - failed.keys())
         return {book: failed[book] for book in sorted(new & failed.keys())}
 
-    def _compare(self, step: Step) -> tuple[list[Evidence], Tensor, Tensor]:
+    def _compare(self, step: RecordedStep) -> tuple[list[Evidence], Tensor, Tensor]:
         """What the rows so far say about a step, before it is made."""
         pages, probes = self._watch.rows.peek(), probes_of([step])
         return find_factors(gather_evidence(self._plan.columns, [step], pages, probes))

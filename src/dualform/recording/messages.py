@@ -1,8 +1,8 @@
 """What one stage of recording tells the next. Nobody changes a message after it was sent.
 
-The training thread makes a `Step` of every optimizer step, and hands several of them over at once,
-as a `Handover`, to the writer's thread. That one answers with `Findings`, which the training thread
-applies before its next step.
+The training thread makes a `RecordedStep` of every optimizer step, and hands several of them over
+at once, as a `Handover`, to the writer's thread. That one answers with `Findings`, which the
+training thread applies before its next step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Pages: TypeAlias = Sequence[tuple[OpenStream, Sequence[Page]]]
 """The streams, in the order they were opened, each with its pages."""
 
 
-class Span(NamedTuple):
+class WeightSpan(NamedTuple):
     """Parameters that are not kept by step, as they were at the last hand-over and are now."""
 
     before: Mapping[str, Tensor]
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RecordedStep:
     """Everything one optimizer step left behind."""
 
     number: int
@@ -65,11 +65,11 @@ class Step:
 class Handover:
     """From the training thread to the writer's: the steps since the last hand-over."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RecordedStep, ...]
     pages: Pages
     refused: Mapping[str, str]
     """Books whose rows cannot be given to samples, and why."""
-    span: Span
+    span: WeightSpan
     now: Excerpt
     """The parameters, after whatever came after the last step."""
     step: int

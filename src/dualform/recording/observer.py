@@ -15,7 +15,7 @@ from dualform.private import versions_of
 from dualform.recording.book_states import BookStates, Event, Kept, Note
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt, Excerpts
 from dualform.recording.gradients import GradientProbes
-from dualform.recording.messages import Span, Step
+from dualform.recording.messages import RecordedStep, WeightSpan
 from dualform.recording.plan import Plan, reason_of, refusals
 from dualform.recording.streams import OpenStream
 from dualform.recording.weight_copies import SpanCopies, StepCopies
@@ -40,7 +40,7 @@ class Arrangement:
 
 
 class StepObserver:
-    """Makes a `Step` of what the optimizer does; belongs to the training thread."""
+    """Makes a `RecordedStep` of what the optimizer does; belongs to the training thread."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, rule: Rule, optimizer: Optimizer, states: BookStates
@@ -88,7 +88,7 @@ class StepObserver:
         self._copies.begin_at(before)
         self.keep_by_step(Event.CHANGED_OUTSIDE, reasons)
 
-    def hand_over(self) -> tuple[Span, Excerpt]:
+    def hand_over(self) -> tuple[WeightSpan, Excerpt]:
         """The parameters since the last hand-over, and an excerpt; probes look elsewhere."""
         span = self._span.take(self.states.by_step, self.trained())
         self._probes.look_elsewhere()
@@ -108,16 +108,18 @@ class StepObserver:
             if in_optimizer or name in self.states.shared:
                 self._copies.hold(name)
 
-    def observe(self, number: int, notes: Sequence[Note] = ()) -> Step:
+    def observe(self, number: int, notes: Sequence[Note] = ()) -> RecordedStep:
         """What the optimizer is about to do, before it does it."""
         hyper = tuple([self._rule.hyper(group) for group in self._optimizer.param_groups])
         lost = self._give_up(number)
         states, gradients = self._touch()
         probe = self._probes.take(gradients, self._optimizer) if gradients else None
         looks, given = self._probes.looks, (*notes, *lost)
-        return Step(number, hyper, self._groups, states, looks, given, probe, self._before)
+        return RecordedStep(number, hyper, self._groups, states, looks, given, probe, self._before)
 
-    def finish(self, step: Step, edited: Mapping[str, Mapping[str, Tensor]]) -> Step:
+    def finish(
+        self, step: RecordedStep, edited: Mapping[str, Mapping[str, Tensor]]
+    ) -> RecordedStep:
         """The same step when it was made, with the changes of the books that are kept by step.
 
         `edited` is what a spot check of it found.
@@ -133,11 +135,11 @@ class StepObserver:
         """What has happened since the last step to the books that are kept by step."""
         return self._copies.late_changes()
 
-    def are_by_row(self, books: Mapping[str, Tensor], step: Step) -> bool:
+    def are_by_row(self, books: Mapping[str, Tensor], step: RecordedStep) -> bool:
         """Whether a step kept some of these books by row."""
         return any(step.states[self._plan.columns[name]] == BY_ROW for name in books)
 
-    def with_changes(self, step: Step, changes: Mapping[str, Tensor]) -> Step:
+    def with_changes(self, step: RecordedStep, changes: Mapping[str, Tensor]) -> RecordedStep:
         """The step with further observed changes."""
         states, total = list(step.states), dict(step.changes)
         for book, change in changes.items():
@@ -145,11 +147,11 @@ class StepObserver:
             total[book] = total.get(book, 0) + change
         return replace(step, states=tuple(states), changes=total)
 
-    def standing(self, number: int, notes: Sequence[Note]) -> Step:
+    def standing(self, number: int, notes: Sequence[Note]) -> RecordedStep:
         """A step that leaves every book alone."""
         hyper = tuple([self._rule.hyper(group) for group in self._optimizer.param_groups])
         states, now = (UNTOUCHED,) * len(self._plan.books), self.excerpts.take()
-        return Step(number, hyper, self._groups, states, {}, tuple(notes), None, now, now)
+        return RecordedStep(number, hyper, self._groups, states, {}, tuple(notes), None, now, now)
 
     def _give_up(self, number: int) -> list[Note]:
         """Books whose gradient has no rows that could explain it: by step from here on.

@@ -37,7 +37,7 @@ from dualform.optimizers import (
 )
 from dualform.recording.accounts import MISMATCH, Evidence
 from dualform.recording.excerpts import ROUNDINGS
-from dualform.recording.messages import Step
+from dualform.recording.messages import RecordedStep
 from dualform.recording.pages import StreamRows
 from dualform.recording.plan import Plan
 from dualform.recording.probe import Look, in_double, probe_rows, shared_line
@@ -57,7 +57,7 @@ Where both is so, nothing is compared: a sign is that of a sum which a kernel ro
 """
 
 
-class Course(NamedTuple):
+class BookCourse(NamedTuple):
     """What the steps of a hand-over were to one book."""
 
     column: int
@@ -118,7 +118,7 @@ class Reconciler:
 
     def unexplained(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[RecordedStep],
         evidence: Sequence[Evidence],
         factors: Tensor,
         before: Mapping[str, Tensor],
@@ -137,11 +137,11 @@ class Reconciler:
 
     def _courses(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[RecordedStep],
         evidence: Sequence[Evidence],
         factors: Tensor,
         before: Mapping[str, Tensor],
-    ) -> Iterator[tuple[str, Course]]:
+    ) -> Iterator[tuple[str, BookCourse]]:
         """What these steps were to each book that some of them kept by row."""
         if not is_followed(self._rule):
             return
@@ -170,7 +170,7 @@ class Reconciler:
             for t, state in enumerate(states):
                 if state == OBSERVED:
                     w[t], reach[t] = self._followed[name].of(steps[t].changes[name]), 0.0
-            yield name, Course(column, states, hyper, w, reach, _has_16_bits(evidence[at]))
+            yield name, BookCourse(column, states, hyper, w, reach, _has_16_bits(evidence[at]))
 
     def _parts(self, account: Evidence, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
         """What the account's rows say of a book where it is followed: steps, probes and sizes."""
@@ -224,7 +224,11 @@ class Reconciler:
         return found
 
     def _by_numbers(
-        self, name: str, course: Course, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+        self,
+        name: str,
+        course: BookCourse,
+        before: Mapping[str, Tensor],
+        after: Mapping[str, Tensor],
     ) -> bool:
         """Whether a book misses its end under a rule of numbers."""
         assert isinstance(self._rule, ScalarRule)
@@ -250,7 +254,7 @@ class Reconciler:
 
     def _by_elements(
         self,
-        courses: Mapping[str, Course],
+        courses: Mapping[str, BookCourse],
         before: Mapping[str, Tensor],
         after: Mapping[str, Tensor],
     ) -> dict[str, bool]:
@@ -277,7 +281,7 @@ class Reconciler:
         return missed
 
     def _walk(
-        self, names: Sequence[str], courses: Sequence[Course], before: Mapping[str, Tensor]
+        self, names: Sequence[str], courses: Sequence[BookCourse], before: Mapping[str, Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Where the steps lead some books, and how far each element went on its way."""
         assert isinstance(self._rule, StateRule)

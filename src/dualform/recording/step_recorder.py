@@ -15,7 +15,7 @@ from dualform.recording.delivery import Delivery
 from dualform.recording.excerpts import NO_EXCERPT, differing
 from dualform.recording.first_check import FirstCheck
 from dualform.recording.guard import Guard
-from dualform.recording.messages import Handover, Step
+from dualform.recording.messages import Handover, RecordedStep
 from dualform.recording.notices import Notices
 from dualform.recording.observer import StepObserver
 from dualform.recording.plan import Plan, is_nested
@@ -39,7 +39,7 @@ class Stages:
     check: FirstCheck
     """Holds the rows of new books against their gradients."""
     observer: StepObserver
-    """Makes a `Step` of what the optimizer does."""
+    """Makes a `RecordedStep` of what the optimizer does."""
     spot_checks: SpotChecks
     """Makes some steps twice, and compares whole weights."""
     snapshots: Snapshots
@@ -93,9 +93,9 @@ class StepRecorder:
         self.stages, self._optimizer = stages, optimizer
         self.step = self._first = step
         """How many optimizer steps are recorded."""
-        self._current: Step | None = None
+        self._current: RecordedStep | None = None
         """The step that is being made."""
-        self._steps: list[Step] = []
+        self._steps: list[RecordedStep] = []
         """Those that were not handed over yet."""
         self._bytes = 0
         """What they take."""

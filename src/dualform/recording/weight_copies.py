@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dualform.private import versions_of
 from dualform.recording.excerpts import Excerpts, differing
-from dualform.recording.messages import Span
+from dualform.recording.messages import WeightSpan
 from dualform.recording.plan import Plan
 
 
@@ -57,7 +57,7 @@ class SpanCopies:
         self.excerpt = excerpts.take()
         """Of all parameters, then."""
 
-    def take(self, by_step: frozenset[str], trained: Iterable[str]) -> Span:
+    def take(self, by_step: frozenset[str], trained: Iterable[str]) -> WeightSpan:
         """The parameters as they were at the last call, and as they are now.
 
         What has certainly not changed is not copied again.
@@ -77,4 +77,4 @@ class SpanCopies:
         for name in {*names, *before} - still:
             now[name] = self._parameters[name].detach().clone()
         self.start = {name: now[name] for name in names}
-        return Span(before, now)
+        return WeightSpan(before, now)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from dualform.errors import LedgerError, RunExistsError, RunLockedError
-from dualform.ledger import Block
+from dualform.ledger import ShardBlock
 
 
-def block(first: int, last: int) -> Block:
+def block(first: int, last: int) -> ShardBlock:
     """Steps `first` to `last`, two rows each, whose keys say which step they belong to."""
     numbers = torch.arange(first, last + 1, dtype=torch.float32).repeat_interleave(2)
     states = torch.ones(last - first + 1, 1, dtype=torch.uint8)
-    return Block(first, last, {"fc/keys": [numbers[:, None]], "states": [states]})
+    return ShardBlock(first, last, {"fc/keys": [numbers[:, None]], "states": [states]})
 
 
 class LedgerContract(ABC):

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import Bilinear, Functional, Sides
+from dualform.memory.blocks import BilinearFunctional, Functional, Sides
 from dualform.memory.views import Region, View
 from dualform.optimizers import Coefficient, Memo, Operator, apply
 
@@ -162,7 +162,7 @@ def views(shape: tuple[int, ...]) -> list[View]:
     return found
 
 
-def questions(height: int, width: int) -> list[Functional | Bilinear]:
+def questions(height: int, width: int) -> list[Functional | BilinearFunctional]:
     """About single rows of a matrix, of rank one, and dense.
 
     >>> [type(question).__name__ for question in questions(3, 2)]
@@ -171,7 +171,7 @@ def questions(height: int, width: int) -> list[Functional | Bilinear]:
     b = torch.randn(3, width, dtype=torch.float64)
     units = Functional(torch.randint(height, (3,)), b)
     ranked = Functional(torch.randn(3, height, dtype=torch.float64), b)
-    return [units, ranked, Bilinear(torch.randn(3, height, width, dtype=torch.float64))]
+    return [units, ranked, BilinearFunctional(torch.randn(3, height, width, dtype=torch.float64))]
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:

@@ -8,12 +8,14 @@ a table that is read  a = the row's place  b = error
 
 from dualform.errors import FormatVersionError
 from dualform.memory.forms.form import Form
-from dualform.memory.forms.lookup import Lookup
-from dualform.memory.forms.offset import Offset
-from dualform.memory.forms.outer import Outer
-from dualform.memory.forms.scale import Scale
+from dualform.memory.forms.lookup import LookupForm
+from dualform.memory.forms.offset import OffsetForm
+from dualform.memory.forms.outer import OuterForm
+from dualform.memory.forms.scale import ScaleForm
 
-FORMS: dict[str, Form] = {form.name: form for form in (Outer(), Offset(), Scale(), Lookup())}
+FORMS: dict[str, Form] = {
+    form.name: form for form in (OuterForm(), OffsetForm(), ScaleForm(), LookupForm())
+}
 
 
 def form_named(name: str) -> Form:
@@ -30,4 +32,4 @@ def form_named(name: str) -> Form:
     return FORMS[name]
 
 
-__all__ = ["FORMS", "Form", "Lookup", "Offset", "Outer", "Scale", "form_named"]
+__all__ = ["FORMS", "Form", "LookupForm", "OffsetForm", "OuterForm", "ScaleForm", "form_named"]

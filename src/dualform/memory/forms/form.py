@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualform.memory.blocks import Bilinear, Functional, Sides
+from dualform.memory.blocks import BilinearFunctional, Functional, Sides
 
 
 class Form(ABC):
@@ -54,7 +54,7 @@ class Form(ABC):
         units: Tensor | None,
         groups: int,
         at: tuple[int, int],
-    ) -> Functional | Bilinear:
+    ) -> Functional | BilinearFunctional:
         """What queries ask of a matrix of this size: their output along their directions.
 
         `units` are the outputs asked about, where every direction is a single one.

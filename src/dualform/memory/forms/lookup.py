@@ -8,11 +8,11 @@ from dualform.memory.blocks import Functional, Sides
 from dualform.memory.forms.form import Form, placed
 
 
-class Lookup(Form):
+class LookupForm(Form):
     """Embeddings; keys are whole numbers.
 
     >>> import torch
-    >>> Lookup().rows(keys=torch.tensor([[7]]), values=torch.ones(1, 4)).a
+    >>> LookupForm().rows(keys=torch.tensor([[7]]), values=torch.ones(1, 4)).a
     tensor([7])
     """
 

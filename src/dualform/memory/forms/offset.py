@@ -8,11 +8,11 @@ from dualform.memory.blocks import Functional, Sides
 from dualform.memory.forms.form import Form, asked, one
 
 
-class Offset(Form):
+class OffsetForm(Form):
     """Biases, class tokens, positions.
 
     >>> import torch
-    >>> Offset().rows(keys=torch.ones(3, 2), values=torch.ones(3, 4)).b is None
+    >>> OffsetForm().rows(keys=torch.ones(3, 2), values=torch.ones(3, 4)).b is None
     True
     """
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import Bilinear, Functional, Sides, by_group
+from dualform.memory.blocks import BilinearFunctional, Functional, Sides, by_group
 from dualform.memory.forms.form import Form, asked, placed
 
 
-class Outer(Form):
+class OuterForm(Form):
     """Matrix products, convolutions (a row is a patch), recurrent layers (a row is a time step).
 
-    >>> rows = Outer().rows(keys=torch.ones(3, 2), values=torch.ones(3, 4))
+    >>> rows = OuterForm().rows(keys=torch.ones(3, 2), values=torch.ones(3, 4))
     >>> rows.total(torch.ones(3), (4, 2)).unique()
     tensor([3.], dtype=torch.float64)
     """
@@ -44,7 +44,7 @@ class Outer(Form):
         units: Tensor | None,
         groups: int,
         at: tuple[int, int],
-    ) -> Functional | Bilinear:
+    ) -> Functional | BilinearFunctional:
         """α the output's unit, β the input."""
         keys = keys.double()
         if groups == 1:
@@ -54,7 +54,7 @@ class Outer(Form):
         if units is not None:
             return Functional(units, grouped[torch.arange(len(units)), units // each])
         along = by_group(directions, groups)
-        return Bilinear((along[:, :, :, None] * grouped[:, :, None, :]).flatten(1, 2))
+        return BilinearFunctional((along[:, :, :, None] * grouped[:, :, None, :]).flatten(1, 2))
 
     def block(self, outputs: int, inputs: int) -> int:
         """All of its inputs, for each output."""

@@ -8,11 +8,11 @@ from dualform.memory.blocks import Functional, Sides
 from dualform.memory.forms.form import Form, asked, one
 
 
-class Scale(Form):
+class ScaleForm(Form):
     """Normalizations, layer scales.
 
     >>> import torch
-    >>> Scale().rows(keys=torch.tensor([[2.0, 3.0]]), values=torch.tensor([[10.0, 1.0]])).a
+    >>> ScaleForm().rows(keys=torch.tensor([[2.0, 3.0]]), values=torch.tensor([[10.0, 1.0]])).a
     tensor([[20.,  3.]])
     """
 

@@ -18,11 +18,11 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import Bilinear, Functional
+from dualform.memory.blocks import BilinearFunctional, Functional
 from dualform.memory.shared import AnySides
 from dualform.memory.views import Region, View
 
-Question: TypeAlias = Functional | Bilinear
+Question: TypeAlias = Functional | BilinearFunctional
 Memo: TypeAlias = dict[type, Any]
 """What operators of one type remember of a question from one step to the next, by their type."""
 DENSE = 1 << 24
@@ -84,7 +84,7 @@ class Operator(ABC):
     def asked(self, question: Question, view: View) -> Question:
         """The question as it is put to a gradient, when this operator made the change of it."""
         dense = question.dense(view.size[0])
-        return Bilinear(view.through(self.adjoint.apply, dense.matrices))
+        return BilinearFunctional(view.through(self.adjoint.apply, dense.matrices))
 
     def answers(self, question: Question, rows: AnySides, view: View, memo: Memo) -> Tensor:
         """(rows, questions): what rows answer to a question that is asked through the operator.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualform.memory.blocks import Bilinear, Sides
+from dualform.memory.blocks import BilinearFunctional, Sides
 from dualform.memory.shared import AnySides
 from dualform.memory.views import View
 from dualform.optimizers.operators.modewise import along
@@ -31,7 +31,7 @@ in a basis; beyond that they are turned anew for each step, some at a time."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TurnedPart:
     """`G ↦ c Q (D ∘ Qᵀ G)`."""
 
     Q: Basis
@@ -56,7 +56,7 @@ class Turned(Operator):
     (tensor([30.,  3.]), 1)
     """
 
-    part: Part
+    part: TurnedPart
     tail: Turned | None = None
     rest: float = 0.0
     multiple: tuple[float, Turned] | None = None
@@ -65,10 +65,10 @@ class Turned(Operator):
     @classmethod
     def of(cls, Q: Basis, D: Tensor) -> Turned:
         """A single one."""
-        return cls(Part(Q, D))
+        return cls(TurnedPart(Q, D))
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[TurnedPart]:
         """One for each basis, up to those that have faded."""
         found, at, share = [self.part], self.tail, self.rest
         while at is not None and abs(share * at.part.c) > FADED:
@@ -103,7 +103,7 @@ class Turned(Operator):
             rest, tail = sum_._as_multiple
             return Turned(one.part, tail, rest)
         D = one.part.c * one.part.D + sum_.part.c * sum_.part.D
-        return Turned(Part(one.part.Q, D), sum_.tail, sum_.rest)
+        return Turned(TurnedPart(one.part.Q, D), sum_.tail, sum_.rest)
 
     def answers(self, question: Question, rows: AnySides, view: View, memo: Memo) -> Tensor:
         """From the question in this operator's basis, which the memo has for the next step."""
@@ -155,7 +155,7 @@ class Turning:
 
     >>> swap, rows = torch.eye(2).flip(0).double(), Sides(torch.eye(2), None)
     >>> operator = Turned.of((swap,), torch.tensor([1.0, 10.0]).double())
-    >>> question = Bilinear(torch.tensor([[[2.0], [3.0]]]).double())
+    >>> question = BilinearFunctional(torch.tensor([[[2.0], [3.0]]]).double())
     >>> Turning(question, (2,)).answers(operator, rows.double())[:, 0].tolist()
     [20.0, 3.0]
     """
@@ -186,7 +186,7 @@ class Turning:
         matrices = self._turned * (operator.part.D * operator.part.c)
         if operator.tail is not None:
             matrices.add_(self._later, alpha=operator.rest)
-        seen = Bilinear(matrices.reshape(len(matrices), len(matrices[0]), -1))
+        seen = BilinearFunctional(matrices.reshape(len(matrices), len(matrices[0]), -1))
         return seen.of(turned_rows(operator.part.Q, rows, tuple(operator.part.D.shape)))
 
     def _put_through(self, tail: Turned) -> Tensor:
