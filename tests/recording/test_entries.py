@@ -16,7 +16,8 @@ import dualform
 from dualform.errors import LedgerError
 from dualform.ledger import Ledger
 from dualform.ledger.codecs import CODECS
-from dualform.read.replay import step_gradients
+from dualform.read.engine.reader import RowReader
+from dualform.read.step_gradients import step_gradients
 from dualform.recording.recorder import Recorder
 
 STEPS, BATCH = 12, 6
@@ -133,9 +134,9 @@ def test_a_step_s_gradient_is_its_rows_and_its_residual(layer: str, tmp_path: Pa
     _, _, seen = recorded(tmp_path / "run", layer, "momentum", "bfloat16")
     ledger = Ledger(tmp_path / "run")
     for book in ledger.info.books:
-        found = step_gradients(ledger, book, 1, STEPS)
+        found = step_gradients(RowReader(ledger), book, 1, STEPS)
         everybody = torch.arange(8)
-        decoded = step_gradients(ledger, book, 1, STEPS, samples=everybody)
+        decoded = step_gradients(RowReader(ledger), book, 1, STEPS, samples=everybody)
         residuals = dict(ledger.residuals(book, 1, STEPS))
         assert sorted(residuals) == list(range(1, STEPS + 1))
         for step, gradient in enumerate((own[book.name] for own in seen), 1):

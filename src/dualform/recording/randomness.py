@@ -43,17 +43,34 @@ def undisturbed(*owners: object) -> Iterator[None]:
 def _global_states() -> Iterator[Restore]:
     yield functools.partial(random.setstate, random.getstate())
     yield functools.partial(np.random.set_state, np.random.get_state())
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    yield _if_moved(torch.get_rng_state, torch.set_rng_state)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        yield functools.partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        for device in range(torch.cuda.device_count()):
+            read = functools.partial(torch.cuda.get_rng_state, device)
+            yield _if_moved(read, functools.partial(torch.cuda.set_rng_state, device=device))
     if torch.backends.mps.is_available():
-        yield functools.partial(torch.mps.set_rng_state, torch.mps.get_rng_state())
+        yield _if_moved(torch.mps.get_rng_state, torch.mps.set_rng_state)
+
+
+def _if_moved(read: Callable[[], Tensor], write: Callable[[Tensor], object]) -> Restore:
+    """What puts a state of torch back, if it has moved.
+
+    Setting a state of CUDA has an effect even where it is the same: cuDNN then draws the dropout of
+    recurrent layers anew.
+    """
+    before = read()
+
+    def put_back() -> None:
+        if not torch.equal(read(), before):
+            write(before)
+
+    return put_back
 
 
 def _state(generator: Any) -> Restore:
     """What puts a generator back to where it is now."""
     if isinstance(generator, torch.Generator):
-        return functools.partial(generator.set_state, generator.get_state())
+        return _if_moved(generator.get_state, generator.set_state)
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())
     if isinstance(generator, np.random.RandomState):
