@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import torch
@@ -219,3 +220,9 @@ CASES = {
     "LoRA on GPT-2": architecture(lora_gpt2, masked_words),
     "LoRA on Linear": architecture(lora_linear, features),
 }
+
+if find_spec("transformers") is None:
+    del CASES["GPT-2"], CASES["LoRA on GPT-2"]
+if find_spec("peft") is None:
+    CASES.pop("LoRA on GPT-2", None)
+    del CASES["LoRA on Linear"]

@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, str]]] = {
         {"pos_key_proj": NOBODY, "pos_query_proj": NOBODY, "rel_embeddings": "no call was seen"},
     ),
     "ViTForImageClassification": (classes, PICTURES, {}),
-    "SwinForImageClassification": (classes, PICTURES, {"relative_position_bias_table": ""}),
+    "SwinForImageClassification": (classes, PICTURES, {"relative_position_bias_table": NOBODY}),
 }
 
 OTHER_NAMES = {
