@@ -7,8 +7,9 @@ STAMP  := $(VENV)/.installed
 # What recording and reading stand on; it also passes on the lowest torch that is allowed.
 CORE := $(addprefix tests/, test_private.py layers ledger/test_ledger.py ledger/test_format.py \
 	optimizers/test_laws.py owners/test_owners.py $(addprefix recording/, test_record.py \
-	test_loops.py test_uses.py test_shares.py test_reconcile.py test_resume.py) \
-	$(addprefix read/, test_read.py test_audit.py test_explain.py) grid/test_grid.py)
+	test_loops.py test_uses.py test_computed.py test_reconcile.py test_resume.py) \
+	$(addprefix read/, test_read.py test_audit.py test_explain.py) \
+	$(addprefix laws/, test_balance.py test_identical.py test_attribution.py))
 
 .PHONY: demo test test-long test-lowest check format frontend browser screenshots bench peers clean
 

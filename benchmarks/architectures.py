@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tests.architectures.models import LanguageModel, Residual, ViT, gpt2
+from tests.cases.architectures import LanguageModel, Residual, ViT, gpt2
 from torch import Tensor, nn
 
 import dualform

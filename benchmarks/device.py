@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 import torch
-from tests.grid.cases import CASES, Case
+from tests.cases.case import Case, cast
+from tests.cases.layers import CASES
 from torch import Tensor, nn
 
 import dualform
@@ -26,8 +27,7 @@ OPTIMIZERS = {
 def problem(case: Case, dtype: torch.dtype, device: str) -> tuple[nn.Module, Tensor, Tensor]:
     """A case's model, inputs and targets on the device."""
     torch.manual_seed(0)
-    model, x = case.make().to(dtype), case.inputs(8)
-    x = (x.to(dtype) if x.is_floating_point() else x).to(device)
+    model, x = case.make().to(dtype), cast(case.inputs(0), dtype).to(device)
     model = model.to(device)
     with torch.no_grad():
         return model, x, torch.randn_like(model(x)) * 3

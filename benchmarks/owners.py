@@ -16,8 +16,9 @@ import warnings
 from pathlib import Path
 
 import torch
-from tests.owners.law import attribution_holds
-from tests.owners.structures import STRUCTURES, Structure
+from tests.cases.case import Case
+from tests.cases.structures import CASES
+from tests.laws.attribution import attribution_holds
 from torch.utils._pytree import tree_map_only
 
 import dualform
@@ -82,7 +83,7 @@ def costs(device: str, turns: int) -> None:
 
 
 def laws(device: str) -> None:
-    for name, case in STRUCTURES.items():
+    for name, case in CASES.items():
         there = dataclasses.replace(
             case,
             make=lambda case=case: case.make().to(device),
@@ -90,14 +91,14 @@ def laws(device: str) -> None:
         )
         with tempfile.TemporaryDirectory() as folder:
             try:
-                audit = attribution_holds(there, Path(folder) / "run", reach=1e-7)
+                audit = attribution_holds(there, Path(folder) / "run", reach=1e-7, training=True)
             except Exception as error:
                 print(f"{name:60s} DOES NOT HOLD: {type(error).__name__} {error}", flush=True)
                 continue
         print(f"{name:60s} {audit.remainder:.0e} {audit.coverage:.0%}", flush=True)
 
 
-def _losses(case: Structure, model: torch.nn.Module, x: object, device: str) -> torch.Tensor:
+def _losses(case: Case, model: torch.nn.Module, x: object, device: str) -> torch.Tensor:
     with torch.device(device), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="RNN module weights are not part of")
         return case.losses(model, tree_map_only(torch.Tensor, lambda t: t.to(device), x))

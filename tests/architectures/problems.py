@@ -2,106 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from tests.architectures.models import (
-    CLASSES,
-    TIME,
-    WORDS,
-    LanguageModel,
-    Packed,
-    ResNet,
-    ViT,
-    gpt2,
-    lora_gpt2,
-    lora_linear,
-)
-from tests.told import told
+from tests.cases.architectures import CASES, SAMPLES, Batch
+from tests.cases.case import cast
+from tests.laws.training import recording
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-import dualform
 from dualform.read import Run
 from dualform.testing.training import Loop
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-Batch: TypeAlias = dict[str, Tensor]
-"""What a model is called with, by name."""
-
-SAMPLES = 12
 LOOP = Loop(steps=6, batch=4)
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
-IGNORED = -100
-"""The target where a sequence has ended."""
-
-
-def words() -> tuple[Batch, Tensor]:
-    drawn = torch.randint(0, WORDS, (SAMPLES, TIME + 1))
-    return {"words": drawn[:, :-1]}, drawn[:, 1:]
-
-
-def words_over_time() -> tuple[Batch, Tensor]:
-    batch, targets = words()
-    return {"words": batch["words"].T}, targets.T
-
-
-def unequal_words() -> tuple[Batch, Tensor]:
-    batch, targets = words()
-    lengths = torch.tensor([3, 7, 1, 5, 2, 6, 4, 7, 3, 1, 5, 2])
-    return batch | {"lengths": lengths}, _until(targets, lengths)
-
-
-def masked_words() -> tuple[Batch, Tensor]:
-    batch, targets = unequal_words()
-    mask = (targets != IGNORED).long()
-    return {"input_ids": batch["words"], "attention_mask": mask}, targets
-
-
-def _until(targets: Tensor, lengths: Tensor) -> Tensor:
-    return targets.masked_fill(torch.arange(TIME) >= lengths[:, None], IGNORED)
-
-
-def images() -> tuple[Batch, Tensor]:
-    return {"image": torch.randn(SAMPLES, 3, 8, 8)}, torch.randint(0, CLASSES, (SAMPLES,))
-
-
-def features() -> tuple[Batch, Tensor]:
-    return {"features": torch.randn(SAMPLES, 6)}, torch.randint(0, CLASSES, (SAMPLES,))
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """A model and its data, how it is trained, and which books no row can explain, by pattern."""
-
-    make: Callable[[], nn.Module]
-    data: Callable[[], tuple[Batch, Tensor]]
-    lr: float = 1.0
-    axis: int = 0
-    """The dimension of the data that counts samples."""
-    noisy: str = "nothing"
-    """Offsets that what follows takes out again, as regular expression."""
-    noisy_count: int = 0
-
-
-ARCHITECTURES = {
-    "LSTM": Architecture(LanguageModel, words, lr=4.0),
-    "LSTM, time first": Architecture(
-        lambda: LanguageModel(batch_first=False), words_over_time, lr=4.0, axis=1
-    ),
-    "LSTM, packed": Architecture(Packed, unequal_words, lr=6.0),
-    "ViT": Architecture(ViT, images, noisy=r"self_attn\.in_proj_bias$", noisy_count=2),
-    "ResNet": Architecture(ResNet, images, noisy=r"^stem\.bias$", noisy_count=1),
-    "GPT-2": Architecture(gpt2, masked_words, lr=0.2, noisy=r"attn\.c_attn\.bias$", noisy_count=2),
-    "LoRA on GPT-2": Architecture(lora_gpt2, masked_words, lr=0.3),
-    "LoRA on Linear": Architecture(lora_linear, features, lr=3.0),
-}
-NAMES = list(ARCHITECTURES)
+NAMES = list(CASES)
+RATES = {"LSTM": 4.0, "LSTM, time first": 4.0, "LSTM, packed": 6.0, "LoRA on Linear": 3.0}
+RATES |= {"GPT-2": 0.2, "LoRA on GPT-2": 0.3}
+"""Rates of SGD at which weights change appreciably, where that is not 1."""
 OPTIMIZERS = ["SGD", "AdamW"]
 DECAY = 0.1
 RATE = 0.05
@@ -121,24 +41,21 @@ class Problem:
     targets: Tensor
 
     def of(self, ids: Tensor) -> tuple[Batch, Tensor]:
-        axis = ARCHITECTURES[self.name].axis
+        axis = CASES[self.name].axis
         chosen = {name: x.index_select(axis, ids) for name, x in self.batch.items()}
         return chosen, self.targets.index_select(axis if self.targets.ndim > 1 else 0, ids)
 
     def loss(self, model: nn.Module, ids: Tensor) -> Tensor:
         """A sum over samples, so that each has a share of its own."""
         batch, targets = self.of(ids)
-        out = model(**batch)
-        logits = out.logits if hasattr(out, "logits") else out
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum") / 16
+        return CASES[self.name].losses(model, batch | {"targets": targets}).sum()
 
 
 def problem(name: str, dtype: torch.dtype) -> Problem:
-    architecture = ARCHITECTURES[name]
     torch.manual_seed(0)
-    model = architecture.make().to(dtype)
-    batch, targets = architecture.data()
-    batch = {n: x.to(dtype) if x.is_floating_point() else x for n, x in batch.items()}
+    model = CASES[name].make().to(dtype)
+    batch = cast(CASES[name].inputs(0), dtype)
+    targets = batch.pop("targets")
     return Problem(name, model, batch, targets)
 
 
@@ -146,7 +63,7 @@ def optimizer_of(name: str, optimizer: str, model: nn.Module) -> torch.optim.Opt
     trained = [p for p in model.parameters() if p.requires_grad]
     if optimizer == "AdamW":
         return torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY)
-    return torch.optim.SGD(trained, lr=ARCHITECTURES[name].lr, momentum=0.9)
+    return torch.optim.SGD(trained, lr=RATES.get(name, 1.0), momentum=0.9)
 
 
 def train(
@@ -163,17 +80,6 @@ def train(
             given.loss(model, ids).backward()
             made.step()
             made.zero_grad()
-
-
-@contextmanager
-def recording(
-    model: nn.Module, optimizer: torch.optim.Optimizer, path: Any
-) -> Iterator[Callable[[Tensor], None]]:
-    if path is None:
-        yield lambda ids: None
-    else:
-        with told(path), dualform.record(model, optimizer, path) as recorder:
-            yield recorder.samples
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.architectures.models import TIME
 from tests.architectures.problems import (
-    ARCHITECTURES,
     LOOP,
     NAMES,
     OPTIMIZERS,
     TOLERANCE,
-    Batch,
     Stepped,
     Trained,
     seeing,
 )
+from tests.cases.architectures import CASES, TIME, Batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,7 +42,7 @@ def assert_output(reading: Any, output: Tensor, tolerance: float) -> None:
 
 def module_outputs(made: Trained, batch: Batch) -> dict[str, Tensor]:
     """(samples, positions, width): what modules give in evaluation mode, told by hooks."""
-    axis = ARCHITECTURES[made.given.name].axis
+    axis = CASES[made.given.name].axis
     model = copy.deepcopy(made.model).eval()
     with seeing(model) as seen:
         model(**batch)
@@ -183,7 +181,7 @@ def test_samples_are_revisited_as_they_were_seen(
     assert linear or name == "GPT-2"
     for layer in linear:
         keys = seen[layer][0]
-        keys = keys.transpose(0, 1) if ARCHITECTURES[name].axis == 1 else keys
+        keys = keys.transpose(0, 1) if CASES[name].axis == 1 else keys
         reading = spotlight[layer]
         inputs = keys.reshape(-1, keys.shape[-1])
         torch.testing.assert_close(reading.queries.inputs, inputs, rtol=1e-9, atol=1e-12)

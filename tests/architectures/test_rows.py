@@ -10,31 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.architectures.models import TIME
 from tests.architectures.problems import (
-    ARCHITECTURES,
-    NAMES,
-    SAMPLES,
     Stepped,
 )
+from tests.cases.architectures import CASES, SAMPLES, TIME
 from torch import Tensor
 from torch.nn import functional as F
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_samples_share_is_its_own_gradient(stepped: Callable[[str], Stepped], name: str) -> None:
-    """One step: what subtracting a sample gives back is the step's rate times its gradient."""
-    made = stepped(name)
-    twin = copy.deepcopy(made.given.model).eval()
-    after = dict(made.model.named_parameters())
-    for sample in made.ids:
-        twin.zero_grad()
-        made.given.loss(twin, torch.tensor([sample])).backward()
-        left = made.run.subtract([sample])
-        for key, parameter in twin.named_parameters():
-            share = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            expected = after[key].detach() + made.rate * share
-            torch.testing.assert_close(left[key], expected, rtol=1e-9, atol=1e-12, msg=key)
 
 
 def contributions(made: Stepped, layer: str) -> tuple[Any, dict[tuple[int, int, int], float]]:
@@ -91,7 +72,7 @@ def test_rows_of_linear_maps_know_their_token(
 ) -> None:
     made = stepped(name)
     keys, errors = made.seen[layer]
-    if ARCHITECTURES[name].axis == 1:
+    if CASES[name].axis == 1:
         keys, errors = keys.transpose(0, 1), errors.transpose(0, 1)
     samples = len(made.ids)
     keys = keys.reshape(samples, -1, keys.shape[-1])
@@ -200,7 +181,7 @@ def test_rows_of_tables_know_their_token(
     places, errors = made.seen[layer]
     if layer == "transformer.wpe":  # read once, and added to what every sample's words give
         places, errors = places.expand(len(made.ids), -1), made.seen["transformer.wte"][1]
-    if ARCHITECTURES[name].axis == 1:
+    if CASES[name].axis == 1:
         places, errors = places.T, errors.transpose(0, 1)
     reading, found = contributions(made, layer)
     units = reading.directions.argmax(1)

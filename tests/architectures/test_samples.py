@@ -1,4 +1,4 @@
-"""Where samples are hard to tell: packed sequences, time first, tokens chosen by a mask."""
+"""Sequences of unequal lengths, packed and filled up."""
 
 from __future__ import annotations
 
@@ -6,17 +6,12 @@ import copy
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from tests.architectures.models import WORDS, LanguageModel, Packed
 from tests.architectures.problems import (
-    SAMPLES,
-    Batch,
     problem,
-    recording,
     train,
 )
-from torch import Tensor, nn
+from tests.cases.architectures import SAMPLES, Batch, Packed
 
 import dualform
 
@@ -47,51 +42,3 @@ def _inside(query: str, batch: Batch) -> bool:
     """Whether a query's time step is before the end of its sequence."""
     sample, _, at = query.rstrip("]").partition("[")
     return int(at) < int(batch["lengths"][int(sample)])
-
-
-def test_time_first_where_there_are_as_many_steps_as_samples(tmp_path: Path) -> None:
-    """The shape does not say which dimension is time; the recurrent layer does."""
-    torch.manual_seed(0)
-    model = LanguageModel(batch_first=False, dropout=0.0).double()
-    twin, drawn = copy.deepcopy(model), torch.randint(0, WORDS, (4, 4))
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    with recording(model, sgd, tmp_path / "run") as name_samples:
-        name_samples(torch.arange(4))
-        model(drawn).square().sum().backward()
-        sgd.step()
-    twin(drawn[:, 1:2]).square().sum().backward()
-    run = dualform.open(tmp_path / "run")
-    for key, parameter in twin.named_parameters():
-        share = run.subtract([1])[key] - run.state_dict()[key]
-        torch.testing.assert_close(share, parameter.grad, rtol=1e-9, atol=1e-12, msg=key)
-
-
-class Chosen(nn.Module):
-    """A head on the tokens that a mask chooses, as masked language models have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3, 2)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        return self.head(tokens[mask])
-
-
-@pytest.mark.parametrize("lengths", [[1, 3], [1, 4], [2, 2]], ids=str)
-def test_chosen_tokens_are_not_given_to_another_sample(tmp_path: Path, lengths: list[int]) -> None:
-    """Where rows cannot be told apart by sample they are kept by step, never guessed."""
-    torch.manual_seed(0)
-    model, tokens = Chosen().double(), torch.randn(2, 5, 3, dtype=torch.float64)
-    twin = copy.deepcopy(model)
-    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    with recording(model, sgd, tmp_path / "run") as name_samples:
-        name_samples(torch.tensor([0, 1]))
-        model(tokens, mask).square().sum().backward()
-        sgd.step()
-    run = dualform.open(tmp_path / "run")
-    assert run.audit().remainder <= 1e-12
-    if run.audit().coverage == 1.0:
-        twin(tokens[:1], mask[:1]).square().sum().backward()
-        share = run.subtract([0])["head.weight"] - run.state_dict()["head.weight"]
-        torch.testing.assert_close(share, twin.head.weight.grad)

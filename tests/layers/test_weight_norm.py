@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.owners.law import attribution_holds
-from tests.owners.structures import Structure, numbers, squares
+from tests.cases.case import Case, squares
+from tests.cases.structures import numbers
+from tests.laws.attribution import attribution_holds
 from tests.told import told
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -68,10 +69,8 @@ def test_a_sample_added_what_its_loss_did_however_large_the_weight(
     name: str, tmp_path: Path
 ) -> None:
     make, shape = LARGE[name]
-    torch.manual_seed(0)
-    model = make().double()
-    assert max(p.numel() for p in model.parameters()) > LARGEST
-    case = Structure(lambda: model, numbers(6, *shape), squares)
+    assert max(p.numel() for p in make().parameters()) > LARGEST
+    case = Case(make, numbers(6, *shape), squares)
     audit = attribution_holds(case, tmp_path / "run", steps=2)
     assert audit.coverage == 1.0, audit
     assert audit.remainder < 1e-12, audit
@@ -92,7 +91,7 @@ class Routed(nn.Module):
 
 
 def test_rows_that_the_data_moves(tmp_path: Path) -> None:
-    case = Structure(lambda: Routed().double(), numbers(6, 3, 5), squares)
+    case = Case(lambda: Routed().double(), numbers(6, 3, 5), squares)
     assert attribution_holds(case, tmp_path / "run").coverage == 1.0
 
 

@@ -1,4 +1,4 @@
-"""Whose row is it? Attribution where shapes do not say it, and what an experiment is."""
+"""Whose row is it? What an experiment is, and what it finds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.owners.law import attribution_holds
-from tests.owners.structures import STRUCTURES, B, D, numbers
+from tests.cases.structures import B, D, numbers
 from tests.told import told
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -30,12 +29,6 @@ from dualform.owners.patterns import (
     patterns,
 )
 from dualform.owners.twins import Twins
-
-
-@pytest.mark.parametrize("name", STRUCTURES)
-def test_what_a_sample_added_is_its_own_gradient(name: str, tmp_path: Path) -> None:
-    attribution_holds(STRUCTURES[name], tmp_path / "run")
-
 
 # Codes and patterns
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.owners.law import attribution_holds
-from tests.owners.structures import B, Structure, numbers, tokens
+from tests.cases.case import Case
+from tests.cases.structures import B, numbers, tokens
+from tests.laws.attribution import attribution_holds
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,7 +55,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, str]]] = {
         {"pos_key_proj": NOBODY, "pos_query_proj": NOBODY, "rel_embeddings": "no call was seen"},
     ),
     "ViTForImageClassification": (classes, PICTURES, {}),
-    "SwinForImageClassification": (classes, PICTURES, {"relative_position_bias_table": ""}),
+    "SwinForImageClassification": (classes, PICTURES, {"relative_position_bias_table": NOBODY}),
 }
 
 OTHER_NAMES = {
@@ -96,13 +97,7 @@ def configured(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name: str, tmp_path: Path) -> None:
     losses, inputs, by_step = MODELS[name]
-    case = Structure(
-        lambda: configured(name).double(),
-        inputs,
-        losses,
-        by_step,
-        lambda step: range(len(inputs(step))),
-    )
+    case = Case(lambda: configured(name), inputs, losses, by_step)
     audit = attribution_holds(case, tmp_path / "run", reach=1e-8)
     assert audit.coverage > 0.8
 
@@ -119,13 +114,13 @@ def test_mixtures_of_experts(name: str, implementation: str, tmp_path: Path) -> 
     def make() -> nn.Module:
         model = configured(name)
         model.set_experts_implementation(implementation)
-        return model.double() if precise else model
+        return model
 
-    case = Structure(make, TEXT, words)
+    case = Case(make, TEXT, words)
     if precise:
         audit = attribution_holds(case, tmp_path / "run", reach=1e-8)
     else:  # one large step: small changes would be lost in the rounding of weights
-        audit = attribution_holds(case, tmp_path / "run", reach=1e-5, lr=2000.0, steps=1)
+        audit = attribution_holds(case, tmp_path / "run", 1e-5, 2000.0, 1, torch.float32)
     assert audit.coverage == 1
 
 

@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
             "depths": (2, 2),
             "num_heads": (2, 2),
         },
-        {"relative_position_bias_table": ""},
+        {"relative_position_bias_table": "its rows belong to no sample"},
     ),
     "vit": (
         "VisionTransformer",
@@ -82,8 +82,9 @@ def losses(model: nn.Module, x: Tensor) -> Tensor:
 def main(folder: Path) -> None:
     sys.path.append(str(Path(sys.prefix) / "timm"))
     sys.meta_path.append(_StandIn())
-    from tests.owners.law import attribution_holds
-    from tests.owners.structures import Structure, numbers
+    from tests.cases.case import Case
+    from tests.cases.structures import numbers
+    from tests.laws.attribution import attribution_holds
     from timm import models
 
     torch.set_num_threads(1)
@@ -91,7 +92,7 @@ def main(folder: Path) -> None:
         size = options.get("img_size", 32)
         make = partial(getattr(models, kind), num_classes=3, drop_path_rate=0.0, **options)
         inputs = numbers(4, 3, size, size)
-        case = Structure(lambda: make().double(), inputs, losses, by_step, lambda step: range(4))  # noqa: B023
+        case = Case(make, inputs, losses, by_step)
         attribution_holds(case, folder / name, reach=1e-8)
         print(name)
 

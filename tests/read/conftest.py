@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.grid.grid import problem
-from tests.grid.optimizers import OPTIMIZERS
+from tests.cases.optimizers import OPTIMIZERS
+from tests.laws.grid import problem
 from tests.read.known_run import Known
 from tests.told import told
 from torch import Tensor, nn

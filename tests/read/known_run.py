@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.grid.optimizers import OPTIMIZERS
+from tests.cases.optimizers import OPTIMIZERS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

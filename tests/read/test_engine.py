@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.grid.optimizers import OPTIMIZERS
+from tests.cases.optimizers import OPTIMIZERS
 from tests.told import told
 from torch import Tensor, nn
 

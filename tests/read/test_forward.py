@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.grid.optimizers import OPTIMIZERS
+from tests.cases.optimizers import OPTIMIZERS
 from torch import Tensor, nn
 
 import dualform

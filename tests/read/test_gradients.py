@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.architectures.problems import ARCHITECTURES, problem
-from tests.grid.cases import CASES
-from tests.grid.grid import problem as grid_problem
+from tests.architectures.problems import problem
+from tests.cases import architectures
+from tests.cases.layers import CASES
+from tests.laws.grid import problem as grid_problem
 from torch import Tensor, nn
 
 from dualform.errors import ReadingError
@@ -99,7 +100,7 @@ def test_every_kind_of_layer(case: str) -> None:
 def test_whole_architectures_asked_by_keyword(name: str) -> None:
     """Among them: time first, sequences of unequal length, class tokens, ReLUs in place."""
     given = problem(name, torch.float64)
-    axis = ARCHITECTURES[name].axis
+    axis = architectures.CASES[name].axis
     x = {n: t.narrow(axis if t.ndim > axis else 0, 0, 3) for n, t in given.batch.items()}
     assert_by_autograd(given.model, x, axis)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.grid.optimizers import OPTIMIZERS
+from tests.cases.optimizers import OPTIMIZERS
 from tests.read.known_run import Known
 from torch import Tensor
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.grid.cases import CASES
-from tests.grid.grid import problem
+from tests.cases.layers import CASES
+from tests.laws.grid import problem
 from torch import Tensor, nn
 
 from dualform.read.gradients import Gradients

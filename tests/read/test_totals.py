@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.grid.cases import CASES
-from tests.grid.grid import Problem, problem
+from tests.cases.layers import CASES
+from tests.laws.grid import Problem, problem
 from tests.told import told
 from torch import Tensor, nn
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.grid.optimizers import OPTIMIZERS
+from tests.cases.optimizers import OPTIMIZERS
 from tests.told import told
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.grid.cases import Positions
+from tests.cases.layers import Positions
 from tests.told import told
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -351,9 +351,10 @@ def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width
     keys = records.keys.to(wide)
     if stream.layout:
         pairs = zip(keys.chunk(count), values.chunk(count), strict=True)  # all of one size
-        each = [conv.gradient_row(stream, k, v, row - top) for k, v in pairs]
-        line = torch.stack(each)
-        return line if records.shared is None else line * records.shared.to(wide)
+        line = torch.stack([conv.gradient_row(stream, k, v, row - top) for k, v in pairs])
+        line = line if records.shared is None else line * records.shared.to(wide)
+        found[:, left : left + line.shape[1]] = line
+        return found
     part = keys.shape[1] // term.groups  # a group of outputs has its own part of the keys
     start = (row - top) * term.groups // height * part
     keys = keys[:, start : start + part]

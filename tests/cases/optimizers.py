@@ -1,4 +1,4 @@
-"""The optimizers of the grid, each with a rate that changes weights appreciably in a few steps."""
+"""Optimizers by name, each with a rate that changes weights appreciably in a few steps."""
 
 from __future__ import annotations
 

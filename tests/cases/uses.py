@@ -1,27 +1,17 @@
-"""Small models that use their parameters in ways other than through torch's own layers."""
+"""Small models that use parameters in unusual ways: shared, in parts, computed from others."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
+from tests.cases.case import Case, squares
+from tests.cases.layers import drawn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
-
-
-@dataclass(frozen=True)
-class Case:
-    """How a model is made, and what it is given."""
-
-    make: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-
-    def inputs(self, count: int) -> Tensor:
-        return torch.randn(count, *self.shape)
 
 
 class Using(nn.Module):
@@ -42,7 +32,12 @@ class Using(nn.Module):
 def using(
     forward: Callable[..., Tensor], given: tuple[int, ...], width: int, **shapes: tuple[int, ...]
 ) -> Case:
-    return Case(lambda: Using(forward, width, **shapes), given)
+    return Case(lambda: Using(forward, width, **shapes), drawn(*given))
+
+
+def gentle(model: nn.Module, x: Tensor) -> Tensor:
+    """Losses of models whose outputs add up much."""
+    return squares(model, x) / 16
 
 
 def convolutions() -> nn.Module:
@@ -127,7 +122,7 @@ PRODUCTS = {
     "one place of a kernel": using(
         lambda s, x: F.linear(x, s.w[:, :, 0]) + F.linear(x, s.w[..., 1]), (5,), 4, w=(4, 5, 2)
     ),
-    "bilinear": Case(lambda: Pairs(), (3, 5)),
+    "bilinear": Case(lambda: Pairs(), drawn(3, 5)),
 }  # fmt: skip
 
 
@@ -141,9 +136,9 @@ class Pairs(nn.Module):
 
 
 LAYOUTS = {
-    "channels last": Case(channels_last(convolutions), (3, 8, 8)),
+    "channels last": Case(channels_last(convolutions), drawn(3, 8, 8), gentle),
     "parts of channels last": Case(
-        channels_last(lambda: Using(slices, 16, w=(8, 3, 3, 3))), (2, 4, 4)
+        channels_last(lambda: Using(slices, 16, w=(8, 3, 3, 3))), drawn(2, 4, 4)
     ),
 }
 
@@ -169,14 +164,14 @@ def norms(normed: Callable[[nn.Module], nn.Module]) -> Case:
             layers[at] = normed(layers[at])
         return layers
 
-    return Case(make, (3, 8, 8))
+    return Case(make, drawn(3, 8, 8), gentle)
 
 
 def tokens_normed(normed: Callable[[nn.Module], nn.Module]) -> Case:
     def make() -> nn.Module:
         return nn.Sequential(normed(nn.Linear(5, 4)), nn.Tanh(), normed(nn.Linear(4, 3)))
 
-    return Case(make, (3, 5))
+    return Case(make, drawn(3, 5))
 
 
 def lines_normed(dim: int | None) -> Case:
@@ -192,7 +187,7 @@ def lines_normed(dim: int | None) -> Case:
             nn.Flatten(),
         )
 
-    return Case(make, (4, 5))
+    return Case(make, drawn(4, 5))
 
 
 class Doubled(nn.Module):
@@ -238,7 +233,7 @@ NORMS = {
     "weight norm of lines, by the second dimension": lines_normed(1),
     "weight norm of lines, by place": lines_normed(2),
     "weight norm of lines, one for all": lines_normed(None),
-    "weight norm, of a fixed length": Case(fixed_length, (5,)),
+    "weight norm, of a fixed length": Case(fixed_length, drawn(5)),
     "weight norm by hooks": norms(old_weight_norm),
     "weight norm of tokens by hooks": tokens_normed(old_weight_norm),
     "spectral norm": norms(parametrizations.spectral_norm),
@@ -247,14 +242,68 @@ NORMS = {
     "spectral norm of tokens by hooks": tokens_normed(nn.utils.spectral_norm),
     "spectral norm by another dimension": norms(partial(nn.utils.spectral_norm, dim=1)),
     "orthogonal": tokens_normed(parametrizations.orthogonal),
-    "parametrized": Case(parametrized, (5,)),
+    "parametrized": Case(parametrized, drawn(5)),
     "pruned": norms(pruned),
-    "given by a computed weight": Case(Given, (5,)),
+    "given by a computed weight": Case(Given, drawn(5)),
 }
 
-BY_ROW = {
-    f"{family}: {name}": case
+
+class Flattening(nn.Module):
+    """Flattens tokens for one layer, and pools them for the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        mixed = self.mix(hidden.reshape(-1, 4)).reshape(hidden.shape)
+        return self.head(mixed.mean(1))
+
+
+class Repeated(nn.Module):
+    """Uses one weight several times in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.cell(x))
+        return self.head(x)
+
+
+class Tied(nn.Module):
+    """Two layers share a weight and have biases of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+def stacked(activation: nn.Module, bias: bool = True) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4, bias), activation, nn.Linear(4, 3, bias))
+
+
+MODULES = {
+    "alone": Case(lambda: nn.Linear(5, 3), drawn(5)),
+    "no bias": Case(lambda: stacked(nn.ReLU(), bias=False), drawn(5)),
+    "tokens of tokens": Case(lambda: stacked(nn.Tanh()), drawn(2, 3, 5)),
+    "flattened": Case(Flattening, drawn(3, 5)),
+    "several times": Case(Repeated, drawn(5)),
+    "tied": Case(Tied, drawn(5)),
+    "overwritten by its activation": Case(lambda: stacked(nn.ReLU(inplace=True)), drawn(5)),
+}
+
+CASES = {
+    f"{family}, {name}": case
     for family, cases in (
+        ("module", MODULES),
         ("einsum", CONTRACTIONS),
         ("product", PRODUCTS),
         ("layout", LAYOUTS),

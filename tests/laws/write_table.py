@@ -1,4 +1,4 @@
-"""Runs the whole grid and writes docs/grid.md: `python -m tests.grid.write_table`."""
+"""Runs the whole grid and writes docs/grid.md: `python -m tests.laws.write_table`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from datetime import date
 from pathlib import Path
 
 import torch
-from tests.grid.cases import CASES
-from tests.grid.grid import Cell, run_cell, tolerance, whole_grid
-from tests.grid.optimizers import OPTIMIZERS
+from tests.cases.layers import CASES
+from tests.cases.optimizers import OPTIMIZERS
+from tests.laws.grid import Cell, run_cell, tolerance, whole_grid
 
 OUTPUT = Path(__file__).parents[2] / "docs" / "grid.md"
-COMMAND = "python -m tests.grid.write_table"
+COMMAND = "python -m tests.laws.write_table"
 OTHER_SEEDS = (0, 2, 3)
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 Cells = Mapping[tuple[str, str], Cell]

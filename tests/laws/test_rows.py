@@ -1,4 +1,4 @@
-"""Questions to the grid's runs, against plain autograd on one sample at a time."""
+"""What single rows add to the outputs of layers, against plain autograd on one sample at a time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.grid.cases import CASES, Case, tokens
-from tests.grid.grid import LOOP, Problem, problem
-from tests.grid.optimizers import OPTIMIZERS, trained
+from tests.cases.case import LINEAR
+from tests.cases.layers import CASES
+from tests.cases.optimizers import OPTIMIZERS, trained
+from tests.laws.grid import LOOP, Problem, problem
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -21,53 +22,8 @@ from dualform.testing import Loop
 EXACT = 1e-12
 Changes = dict[str, Tensor]
 
-LINEAR = (
-    "Linear, no bias",
-    "Conv1d",
-    "Conv2d",
-    "Conv2d, groups",
-    "Conv2d, circular",
-    "ConvTranspose2d",
-    "Embedding",
-    "RMSNorm",
-    "InstanceNorm",
-    "Conv1D",
-)
+LINEAR_LAYERS = [name for name, case in CASES.items() if LINEAR in case.tags]
 """Single layers, whose output is linear in their parameters."""
-
-ALONE = (
-    *LINEAR,
-    "Linear, tied",
-    "Embedding, tied head",
-    "EmbeddingBag",
-    "Table",
-    "LayerNorm",
-    "GroupNorm",
-    "Free parameters",
-    "Channel scales",
-    "Functional",
-    "MultiheadAttention",
-    "TransformerEncoder",
-    "LoRA",
-    "LSTM, alone",
-)
-"""Cases in which a sample's loss does not depend on the other samples of its batch."""
-
-
-class Outputs(nn.Module):
-    """A recurrent layer's outputs, sample by sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)[0]
-
-
-@pytest.fixture(autouse=True)
-def _one_more_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CASES, "LSTM, alone", Case(Outputs, tokens))
 
 
 @dataclass(frozen=True)
@@ -125,28 +81,7 @@ def gap(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max().clamp_min(1.0))
 
 
-@pytest.mark.parametrize("case", ALONE)
-def test_what_is_subtracted_are_the_sample_s_own_gradients(case: str, tmp_path: Path) -> None:
-    found = Trained.on(case, tmp_path / "run")
-    state = found.run.state_dict()
-    for sample in (0, 5):
-        left = found.run.subtract([sample])
-        for name, change in found.added(sample).items():
-            assert gap(state[name] - left[name], change) <= EXACT, name
-
-
-@pytest.mark.parametrize("case", ALONE)
-def test_subtracting_every_sample_leaves_the_start(case: str, tmp_path: Path) -> None:
-    given = problem(case, torch.float64)
-    start = {name: p.detach().clone() for name, p in given.model.named_parameters()}
-    given.train("SGD", tmp_path / "run")
-    run = open_run(tmp_path / "run")
-    left = run.subtract(run.ids)
-    for name, weight in start.items():
-        assert gap(left[name], weight) <= EXACT, name
-
-
-@pytest.mark.parametrize("case", LINEAR)
+@pytest.mark.parametrize("case", LINEAR_LAYERS)
 def test_readings_are_the_samples_changes_applied(case: str, tmp_path: Path) -> None:
     found = Trained.on(case, tmp_path / "run")
     reading = found.run.spotlight(found.given.model, found.given.x[:3], output=1)["model"]
@@ -157,7 +92,7 @@ def test_readings_are_the_samples_changes_applied(case: str, tmp_path: Path) -> 
     assert gap(torch.from_numpy(reading.total), total) <= EXACT
 
 
-@pytest.mark.parametrize("case", LINEAR)
+@pytest.mark.parametrize("case", LINEAR_LAYERS)
 def test_timelines_are_the_steps_changes_applied(case: str, tmp_path: Path) -> None:
     found = Trained.on(case, tmp_path / "run")
     timeline = found.run.timeline(found.given.model, found.given.x[:3], output=1)
@@ -165,37 +100,6 @@ def test_timelines_are_the_steps_changes_applied(case: str, tmp_path: Path) -> N
     for before, after, values in zip(states, states[1:], timeline.tensor(), strict=False):
         change = {name: after[name] - before[name] for name in before}
         assert gap(values, found.applied(change)[:, 1]) <= EXACT
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [n for n in ("SGD, Nesterov", "AdamW, amsgrad", "Shampoo", "SOAP") if n in OPTIMIZERS],
-)
-@pytest.mark.parametrize(
-    "case",
-    [
-        "Linear, tied",
-        "Conv2d, groups",
-        "Embedding, tied head",
-        "BatchNorm2d",
-        "Functional",
-        "LSTM, packed",
-        "TransformerEncoder",
-        "LoRA",
-        "Weight norm",
-    ],
-)
-def test_a_run_at_a_step_is_the_training_stopped_there(
-    case: str, optimizer: str, tmp_path: Path
-) -> None:
-    problem(case, torch.float64).train(optimizer, tmp_path / "run")
-    run = open_run(tmp_path / "run")
-    for step in (0, 1, 4):
-        stopped = problem(case, torch.float64)
-        stopped.train(optimizer, None, Loop(step, LOOP.batch, LOOP.accumulate))
-        read = run.at(step).state_dict()
-        for name, weight in stopped.model.named_parameters():
-            assert gap(read[name], weight) <= EXACT, name
 
 
 POSITIONS = {
@@ -262,7 +166,7 @@ def patches(x: Tensor) -> Tensor:
 def test_rows_of_a_recurrent_layer_are_time_steps(tmp_path: Path) -> None:
     """Each step's gates, written out; their gradients are the errors."""
     torch.manual_seed(0)
-    given = problem("LSTM, alone", torch.float64)
+    given = problem("structures: BothWays", torch.float64)
     start = {name: p.detach().clone() for name, p in given.model.named_parameters()}
     given.train("SGD", tmp_path / "run", Loop(1, 6))
     reading = open_run(tmp_path / "run").spotlight(given.model, given.x[:1], output=7)
@@ -296,44 +200,6 @@ def _outputs(state: Changes, x: Tensor, gates: Tensor) -> Tensor:
     both = torch.cat([torch.stack(forward), backward], -1)[None]
     upper = {n: state["layer." + n.replace("l0", "l1")] for n in names}
     return functional_call(second, upper, (both,))[0]
-
-
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
-LAYERS += (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "Linear, tokens",
-        "Conv2d, stride",
-        "ConvTranspose1d",
-        "LayerNorm",
-        "BatchNorm2d",
-        "GroupNorm",
-        "TransformerEncoder",
-        "LoRA",
-        "Checkpointing",
-    ],
-)
-def test_totals_are_what_the_layers_give(case: str, tmp_path: Path) -> None:
-    given = problem(case, torch.float64)
-    given.train("Adam", tmp_path / "run")
-    spotlight = open_run(tmp_path / "run").spotlight(given.model, given.x[:3])
-    given.model.eval()
-    seen: dict[str, Tensor] = {}
-    for name, module in given.model.named_modules():
-        if isinstance(module, LAYERS):
-            module.register_forward_hook(lambda m, args, out, at=name: seen.update({at: out}))
-    with torch.no_grad():
-        given.model(given.x[:3])
-    compared = [name for name in spotlight if name in seen or name == "model"]
-    assert compared
-    for name in compared:
-        outputs = spotlight[name].queries.outputs
-        actual = seen["" if name == "model" else name]
-        actual = actual.movedim(1, -1) if actual.ndim == 4 or case.endswith("1d") else actual
-        assert gap(outputs, actual.reshape(outputs.shape)) <= EXACT, name
 
 
 def test_a_part_has_the_outputs_of_its_call(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.grid.grid import LOOP, Problem, problem
-from tests.grid.optimizers import OPTIMIZERS, trained
+from tests.cases.optimizers import OPTIMIZERS, trained
+from tests.laws.grid import LOOP, Problem, problem
 from tests.told import told
 from torch import Tensor, nn
 from torch.func import functional_call

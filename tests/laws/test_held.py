@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.grid.cases import CASES
-from tests.grid.grid import problem
+from tests.cases.layers import CASES
+from tests.laws.grid import problem
 from tests.told import told
 from torch import Tensor, nn
 

@@ -1,15 +1,26 @@
-"""Whole architectures, small by default; the benchmarks make them larger."""
+"""Architectures as they are used, small by default; the benchmarks make them larger."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, TypeAlias
 
 import torch
+from tests.cases.case import Case, output
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-WORDS, TIME, CLASSES = 11, 7, 4
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+SAMPLES, WORDS, TIME, CLASSES = 12, 11, 7, 4
+IGNORED = -100
+"""The target where a sequence has ended."""
+
+Batch: TypeAlias = dict[str, Tensor]
+"""What a model is called with, by name; and the targets."""
 
 
 class LanguageModel(nn.Module):
@@ -142,3 +153,76 @@ def _adapted(model: nn.Module, **options: Any) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=2, lora_alpha=8, lora_dropout=0.1, **options))
+
+
+# What they are trained on
+
+
+def words(number: int) -> Batch:
+    drawn = torch.randint(0, WORDS, (SAMPLES, TIME + 1))
+    return {"words": drawn[:, :-1], "targets": drawn[:, 1:]}
+
+
+def words_over_time(number: int) -> Batch:
+    return {name: x.T for name, x in words(number).items()}
+
+
+def unequal_words(number: int) -> Batch:
+    batch, lengths = words(number), torch.tensor([3, 7, 1, 5, 2, 6, 4, 7, 3, 1, 5, 2])
+    ended = torch.arange(TIME) >= lengths[:, None]
+    return {**batch, "lengths": lengths, "targets": batch["targets"].masked_fill(ended, IGNORED)}
+
+
+def masked_words(number: int) -> Batch:
+    batch = unequal_words(number)
+    words, targets = batch["words"], batch["targets"]
+    return {"input_ids": words, "attention_mask": (targets != IGNORED).long(), "targets": targets}
+
+
+def images(number: int) -> Batch:
+    image = torch.randn(SAMPLES, 3, 8, 8)
+    return {"image": image, "targets": torch.randint(0, CLASSES, (SAMPLES,))}
+
+
+def features(number: int) -> Batch:
+    drawn = torch.randn(SAMPLES, 6)
+    return {"features": drawn, "targets": torch.randint(0, CLASSES, (SAMPLES,))}
+
+
+def cross_entropy(axis: int) -> Callable[[nn.Module, Batch], Tensor]:
+    """The loss of each sample, a sum over its words."""
+
+    def losses(model: nn.Module, batch: Batch) -> Tensor:
+        out = output(model, {name: x for name, x in batch.items() if name != "targets"})
+        logits, targets = getattr(out, "logits", out), batch["targets"]
+        each = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+        by_sample = each.view(targets.shape).movedim(axis, 0).reshape(targets.shape[axis], -1)
+        return by_sample.sum(1) / 16
+
+    return losses
+
+
+def architecture(
+    make: Callable[[], nn.Module], inputs: Callable[[int], Batch], noise: str = "", axis: int = 0
+) -> Case:
+    return Case(make, inputs, cross_entropy(axis), noise=noise, axis=axis)
+
+
+CASES = {
+    "LSTM": architecture(LanguageModel, words),
+    "LSTM, time first": architecture(
+        lambda: LanguageModel(batch_first=False), words_over_time, axis=1
+    ),
+    "LSTM, packed": architecture(Packed, unequal_words),
+    "ViT": architecture(ViT, images, noise=r"self_attn\.in_proj_bias$"),
+    "ResNet": architecture(ResNet, images, noise=r"^stem\.bias$"),
+    "GPT-2": architecture(gpt2, masked_words, noise=r"attn\.c_attn\.bias$"),
+    "LoRA on GPT-2": architecture(lora_gpt2, masked_words),
+    "LoRA on Linear": architecture(lora_linear, features),
+}
+
+if find_spec("transformers") is None:
+    del CASES["GPT-2"], CASES["LoRA on GPT-2"]
+if find_spec("peft") is None:
+    CASES.pop("LoRA on GPT-2", None)
+    del CASES["LoRA on Linear"]

@@ -1,16 +1,16 @@
 """Models in which the shape of a layer's input does not say whose row is whose.
 
 Each structure is built for `B` samples. No sample sees another, so what a sample adds to a
-weight is the gradient of its own loss, which is what the laws of `test_owners.py` compare with.
+weight is the gradient of its own loss, which the law of attribution compares it with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tests.cases.case import Case, classes, squares
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -19,19 +19,7 @@ from torch.utils.checkpoint import checkpoint
 B, D = 6, 8
 
 
-@dataclass(frozen=True)
-class Structure:
-    """A model, its inputs step by step, the loss of each sample, and what must be kept by step."""
-
-    make: Callable[[], nn.Module]
-    inputs: Callable[[int], Any]
-    losses: Callable[[nn.Module, Any], Tensor]
-    by_step: dict[str, str] = field(default_factory=dict)
-    """Books (by the start of their names) that belong to no sample, and the start of the reason."""
-    ids: Callable[[int], list[Any]] = lambda step: list(range(B))
-
-
-STRUCTURES: dict[str, Structure] = {}
+CASES: dict[str, Case] = {}
 
 
 def generator(step: int) -> torch.Generator:
@@ -46,32 +34,22 @@ def tokens(*shape: int) -> Callable[[int], Tensor]:
     return lambda step: torch.randint(0, 31, shape, generator=generator(step))
 
 
-def classes(model: nn.Module, x: Any) -> Tensor:
-    """Each sample's loss, of a model that gives three numbers to each."""
-    out = model(*x) if isinstance(x, tuple) else model(x)
-    return F.cross_entropy(out, torch.arange(len(out)) % 3, reduction="none")
-
-
-def squares(model: nn.Module, x: Any) -> Tensor:
-    """Each sample's loss, of a model that gives anything with samples first."""
-    out = model(*x) if isinstance(x, tuple) else model(x)
-    return out.flatten(1).square().mean(1) + out.flatten(1)[:, 0]
-
-
 def structure(
     inputs: Callable[[int], Any],
     name: str = "",
     losses: Callable[[nn.Module, Any], Tensor] = classes,
     by_step: dict[str, str] | None = None,
-    ids: Callable[[int], list[Any]] = lambda step: list(range(B)),
+    ids: Callable[[int], list[Any]] | None = None,
+    axis: int = 0,
+    noise: str = r"in_proj_bias$",  # of which attention takes the keys' third out again
     **options: Any,
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Registers a class of models as a structure; it may carry several, for several sizes."""
 
     def register(kind: type[nn.Module]) -> type[nn.Module]:
         label = f"{kind.__name__}{', ' + name if name else ''}"
-        make = lambda: kind(**options).double()  # noqa: E731
-        STRUCTURES[label] = Structure(make, inputs, losses, by_step or {}, ids)
+        make = lambda: kind(**options)  # noqa: E731
+        CASES[label] = Case(make, inputs, losses, by_step or {}, noise, ids, axis)
         return kind
 
     return register
@@ -151,7 +129,7 @@ def last_frames(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean((0, 2))
 
 
-@structure(numbers(5, B, 2, 6, 6), losses=last_frames)
+@structure(numbers(5, B, 2, 6, 6), losses=last_frames, axis=1)
 class TimeFirstConvolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +148,7 @@ def triplet_losses(model: nn.Module, x: tuple[Tensor, ...]) -> Tensor:
     return F.triplet_margin_loss(*model(*x), margin=5.0, reduction="none")
 
 
-@structure(triplets, losses=triplet_losses)
+@structure(triplets, losses=triplet_losses, noise=r"head\.bias$")
 class ThreePictures(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -273,8 +251,8 @@ class TimeFirstInside(Tokens):
         return self.head((h[0] if isinstance(h, tuple) else h).mean(0))
 
 
-@structure(tokens(7, B))
-@structure(tokens(B, B), "as many words as samples")
+@structure(tokens(7, B), axis=1)
+@structure(tokens(B, B), "as many words as samples", axis=1)
 class TimeFirstOutside(Tokens):
     """Where time is as long as the batch, only what mixes tells them apart."""
 
@@ -338,6 +316,18 @@ class LastWord(Tokens):
     def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
         out = self.core(self.words(x))[0]
         return self.head(out[torch.arange(len(x)), sizes - 1])
+
+
+@structure(numbers(8, 3, 4), losses=squares)
+class BothWays(nn.Module):
+    """The outputs of a recurrent layer that reads its input from both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(4, 3, num_layers=2, bidirectional=True, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
 
 
 # Rows that the data moves
@@ -419,6 +409,31 @@ class OneLayerAClass(nn.Module):
         return out
 
 
+def chosen(*sizes: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Five words for each sample, and a mask of the first few."""
+    mask = torch.arange(5) < torch.tensor(sizes)[:, None]
+    return lambda step: (numbers(len(sizes), 5, 3)(step), mask)
+
+
+def chosen_losses(model: nn.Module, x: tuple[Tensor, Tensor]) -> Tensor:
+    squared = model(*x).square().sum(1)
+    return squared.new_zeros(len(x[0])).index_add(0, x[1].nonzero()[:, 0], squared)
+
+
+@structure(chosen(1, 3), "1 and 3", losses=chosen_losses)
+@structure(chosen(1, 4), "1 and 4", losses=chosen_losses)
+@structure(chosen(2, 2), "2 and 2", losses=chosen_losses)
+class Chosen(nn.Module):
+    """A head on the words that a mask chooses, as masked language models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.head(x[mask])
+
+
 def graphs(step: int) -> tuple[Tensor, Tensor, Tensor]:
     """Four graphs of 3, 5, 4 and 6 nodes, each a ring: features, edges, and whose node it is."""
     sizes, start, edges = [3, 5, 4, 6], 0, []
@@ -456,7 +471,7 @@ class Graphs(nn.Module):
 
 # Rows that depend on no sample
 
-NOBODY = "its rows belong to no sample"
+NOBODY, KEYS = "its rows belong to no sample", r"project\.bias$"
 
 
 @structure(tokens(B, 7), by_step={"places": NOBODY, "scale": NOBODY})
@@ -472,8 +487,8 @@ class NormalizedPlaces(Tokens):
         return self.head(self.mix(self.words(x) + places).mean(1))
 
 
-@structure(tokens(B, 7), by_step={"distances": NOBODY})
-@structure(tokens(B, B), "as many words as samples", by_step={"distances": NOBODY})
+@structure(tokens(B, 7), by_step={"distances": NOBODY}, noise=KEYS)
+@structure(tokens(B, B), "as many words as samples", by_step={"distances": NOBODY}, noise=KEYS)
 class RelativeBias(Tokens):
     """A table of distances, shared by all samples, as T5 has it."""
 
@@ -572,10 +587,8 @@ def growing(step: int) -> Tensor:
     return tokens(*[(6, 7), (4, 4), (3, 9), (5, 5)][step % 4])(step)
 
 
-structure(growing, "other sizes", ids=lambda step: list(range(len(growing(step)))), core=encoder)(
-    TimeFirstInside
-)
-structure(growing, "other sizes", ids=lambda step: list(range(len(growing(step)))))(TimeFolded)
+structure(growing, "other sizes", core=encoder)(TimeFirstInside)
+structure(growing, "other sizes")(TimeFolded)
 
 
 @structure(lambda step: (numbers(B, D)(step), numbers(B, D, D)(step)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.grid.cases import CASES
-from tests.grid.optimizers import LOOSER, OPTIMIZERS, takes, trained
+from tests.cases import CASES, layers
+from tests.cases.case import Case, cast
+from tests.cases.optimizers import LOOSER, OPTIMIZERS, takes, trained
 from tests.told import told
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -35,12 +37,6 @@ STEEPNESS = {
     "Functional": 0.2,
 }
 """Of the loss, by case or its first word: layers that pass on little of an error need more."""
-EXCEPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
-    "BatchNorm1d": {"0.bias": (NOISY, ROUNDING)},
-    "BatchNorm2d": {"0.bias": (NOISY, ROUNDING)},
-    "TransformerEncoder": {"self_attn.in_proj_bias": (NOISY,)},
-}
-"""Books that may be kept by step (or not have changed), and why, besides `Case.by_step`."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +78,10 @@ class Problem:
 
 
 def problem(name: str, dtype: torch.dtype, seed: int = 1) -> Problem:
-    """Eight samples of a case, and targets far from what it gives."""
+    """A batch of a case with one input, most often of a layer, and targets far from its output."""
+    case = layers.CASES.get(name) or CASES[name]
     torch.manual_seed(seed)
-    model, x = CASES[name].make().to(dtype), CASES[name].inputs(8)
-    if x.is_floating_point():
-        x = x.to(dtype)
+    model, x = case.make().to(dtype), cast(case.inputs(0), dtype)
     with torch.no_grad():
         y = FAR * (torch.randn_like(model(x)) + 0.5)
     steep = STEEPNESS.get(name, STEEPNESS.get(name.partition(",")[0], 1.0)) / FAR
@@ -161,14 +156,16 @@ def tolerance(optimizer: str, dtype: torch.dtype) -> float:
     return LOOSER.get(optimizer, TOLERANCE)[dtype]
 
 
-def unexpected(case: str, reasons: Mapping[str, str]) -> dict[str, str]:
-    """The reasons that are not among the case's known exceptions."""
-    known, by_step = EXCEPTIONS.get(case, {}), CASES[case].by_step
-    return {
-        book: reason
-        for book, reason in reasons.items()
-        if reason not in known.get(book, ()) and not (by_step and by_step in reason)
-    }
+def unexpected(case: Case, reasons: Mapping[str, str]) -> dict[str, str]:
+    """The reasons that the case does not give, and what it gives that is not among the reasons."""
+    found = {}
+    for book, reason in reasons.items():
+        known = case.reason(book)
+        noisy = case.noise and re.search(case.noise, book) and reason in (NOISY, ROUNDING)
+        if not noisy and (known is None or not reason.startswith(known)):
+            found[book] = reason
+    missing = [part for part in case.by_step if not any(part in book for book in reasons)]
+    return found | dict.fromkeys(missing, "is not kept by step")
 
 
 @cache
@@ -176,7 +173,7 @@ def whole_grid() -> tuple[tuple[str, str], ...]:
     """Every case with every optimizer that can train it."""
     return tuple(
         (name, optimizer)
-        for name, case in CASES.items()
+        for name, case in layers.CASES.items()
         for model in [case.make()]
         for optimizer in OPTIMIZERS
         if takes(optimizer, model)
