@@ -137,6 +137,19 @@ def test_only_what_misses_a_change_is_looked_at_again(monkeypatch: pytest.Monkey
     assert sizes == [4]
 
 
+def test_the_trapezoidal_rule_comes_near_with_its_panels() -> None:
+    """Both rules average the same gradients: of 64 panels the error is a 1/4,096 of that of one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    last = {name: p.detach() for name, p in model.named_parameters()}
+    first = {name: 0.2 * p for name, p in last.items()}
+    asked = Asked(model, torch.randn(2, 3).double(), 1)
+    exact = path.along_line(asked, first, last, range(2), tolerance=1e-9).directions
+    for panels, near in ((1, 0.5), (64, 2e-4)):
+        found = path.trapezoid(asked, first, last, range(2), panels)
+        assert all((found[n] - exact[n]).norm() <= near * exact[n].norm() for n in exact)
+
+
 def test_every_grouping_has_the_same_sum(recorded_case: Make) -> None:
     made = recorded_case("TransformerEncoder", "AdamW, amsgrad")
     found = made.run.explain(made.model, made.x[:3], total)
