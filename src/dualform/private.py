@@ -9,9 +9,10 @@ name an installed release does not have.
 from __future__ import annotations
 
 import atexit
+import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,23 +88,8 @@ def flash_attention(*args: Any, **options: Any) -> Any:
 # --- attributes of torch's objects ------------------------------------------------------------
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place. Public: nothing.
-
-    >>> x = torch.zeros(2)
-    >>> version_of(x), version_of(x.add_(1))
-    (0, 1)
-    """
-    return tensor._version
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """The same of several tensors.
-
-    >>> versions_of([torch.zeros(2), torch.zeros(2).add_(1)])
-    [0, 1]
-    """
-    return [tensor._version for tensor in tensors]
+version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
+"""How often a tensor was changed in place. Public: nothing."""
 
 
 def base_of(tensor: Any) -> Tensor | None:

@@ -161,7 +161,7 @@ def _patches_use(
         return None
     seen = x if W is not None else x[:, :0]  # an offset needs no keys
     keys = seen if divisor is None else lambda: x.detach() / divisor
-    return Use(site, out, keys, None if out.ndim > dims else lambda error: error[None])
+    return Use(site, (out,), keys, None if out.ndim > dims else lambda error: error[None])
 
 
 def _normed_use(

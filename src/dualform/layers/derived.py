@@ -221,7 +221,7 @@ def derived_use(
                 values = None if parts is None else parts[at].reshape(samples, -1)
                 yield Rows(site, torch.empty(samples, 0, dtype=dtype, device=device), values)
 
-    return Split(out, rows)
+    return Split((out,), rows)
 
 
 def _site(find: Finder, found: Found, axis: int | None = None) -> Site | None:
@@ -249,7 +249,7 @@ def spectral_use(
         values = None if error is None else shares(error) / -made.sigma * made.u
         yield Rows(site, made.v.repeat(groups).expand(*lead, -1), values)
 
-    return Split(out, rows)
+    return Split((out,), rows)
 
 
 def normed_use(
@@ -299,7 +299,7 @@ def normed_use(
         if of_g is not None:
             yield Rows(of_g, empty, c)
 
-    return Split(out, rows)
+    return Split((out,), rows)
 
 
 def _repeated(c: Tensor, height: int) -> Tensor:

@@ -129,7 +129,7 @@ def offset_use(find: Finder, found: Found, out: Tensor, factor: float = 1.0) -> 
     def value(error: Tensor) -> Tensor:
         return to_rows(error if factor == 1 else error * factor)
 
-    return None if site is None else Use(site, out, _no_keys(to_rows, out), value)
+    return None if site is None else Use(site, (out,), _no_keys(to_rows, out), value)
 
 
 def _no_keys(to_rows: Callable[[Tensor], Tensor], out: Tensor) -> Callable[[], Tensor]:
@@ -147,7 +147,7 @@ def _scale(
         return (
             None
             if site is None
-            else Use(site, out, lambda: to_rows(x().expand(shape_of_out)), to_rows)
+            else Use(site, (out,), lambda: to_rows(x().expand(shape_of_out)), to_rows)
         )
     site = _site(find, found, "sum")
 
@@ -157,7 +157,7 @@ def _scale(
         shares = error * x()
         return shares.flatten(1).sum(1, keepdim=True) if shares.ndim > 1 else shares.view(count, 1)
 
-    return None if site is None else Use(site, out, lambda: x().new_empty(count, 0), value)
+    return None if site is None else Use(site, (out,), lambda: x().new_empty(count, 0), value)
 
 
 def _site(find: Finder, found: Found, form: str) -> Site | None:
@@ -192,4 +192,4 @@ def _broadcast_read(read: Use, out: Tensor, factor: float) -> Use:
     def value(error: Tensor) -> Tensor:
         return error if factor == 1 else error * factor
 
-    return Use(read.site, out, places.expand(out.shape[:-1]), value)
+    return Use(read.site, (out,), places.expand(out.shape[:-1]), value)

@@ -52,7 +52,7 @@ class Embedding(LayerKind):
         value = (
             None if padding is None and not by_frequency else _weigh(places, padding, by_frequency)
         )
-        return None if site is None else _remembered(find, Use(site, out, places, value))
+        return None if site is None else _remembered(find, Use(site, (out,), places, value))
 
 
 class Indexing(LayerKind):
@@ -84,7 +84,9 @@ class Indexing(LayerKind):
             return None
         site = _site(find, table)
         return (
-            None if site is None else _remembered(find, Use(site, out, places % len(table.given)))
+            None
+            if site is None
+            else _remembered(find, Use(site, (out,), places % len(table.given)))
         )
 
 
@@ -121,7 +123,7 @@ class EmbeddingBag(LayerKind):
         def value(error: Tensor) -> Tensor:
             return error[:, None, :] * share[:, :, None].to(error)
 
-        return None if site is None else Use(site, out, places, value)
+        return None if site is None else Use(site, (out,), places, value)
 
 
 def _bags(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -164,8 +166,8 @@ def _weigh(places: Tensor, padding: int | None, by_frequency: bool) -> Callable[
 
 def _remembered(find: Finder, use: Use) -> Use:
     """Positions are read once for all samples; the sum they go into tells the samples apart."""
-    assert use.output is not None
-    find.recent[id(use.output)] = (use.output, use)
+    (out,) = use.outputs
+    find.recent[id(out)] = (out, use)
     return use
 
 

@@ -47,7 +47,7 @@ class GroupedProduct(LayerKind):
         found = find(weight)
         if found is None or x.ndim != 2:
             return None
-        return Split(out, partial(_sorted_rows, find, found, x, offsets))
+        return Split((out,), partial(_sorted_rows, find, found, x, offsets))
 
 
 def _sorted_rows(

@@ -96,7 +96,7 @@ class MatrixProduct(LayerKind):
             return matrix_use(find, out, True, x, weight, bias)
         if find(x) is not None and x.ndim == 2 and weight.ndim > 1 and bias is None:
             found = matrix_use(find, out, False, weight.mT, x)
-            return found and Use(found.site, out, weight.mT, lambda error: error.mT)
+            return found and Use(found.site, (out,), weight.mT, lambda error: error.mT)
         if bias is not None or not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
             return None
         return product_use(find, matmul_letters(x.ndim, weight.ndim), (x, weight), out)
@@ -128,8 +128,8 @@ def _use(
     if site is None:
         return None
     if W is None:
-        return Use(site, out, lambda: input[..., :0])  # an offset needs no keys
-    return Use(site, out, input if divisor is None else lambda: input.detach() / divisor)
+        return Use(site, (out,), lambda: input[..., :0])  # an offset needs no keys
+    return Use(site, (out,), input if divisor is None else lambda: input.detach() / divisor)
 
 
 def _spectral_use(

@@ -101,5 +101,5 @@ def _use(
     if site is None:
         return None
     if channels:
-        return Use(site, out, lambda: keys().movedim(1, -1), lambda error: error.movedim(1, -1))
-    return Use(site, out, keys)
+        return Use(site, (out,), lambda: keys().movedim(1, -1), lambda error: error.movedim(1, -1))
+    return Use(site, (out,), keys)

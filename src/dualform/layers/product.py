@@ -121,8 +121,8 @@ class Bilinear(LayerKind):
         if site is None:
             return None
         if W is None:
-            return Use(site, out, lambda: x1[..., :0])  # an offset needs no keys
-        return Use(site, out, lambda: (x1[..., :, None] * x2[..., None, :]).flatten(-2))
+            return Use(site, (out,), lambda: x1[..., :0])  # an offset needs no keys
+        return Use(site, (out,), lambda: (x1[..., :, None] * x2[..., None, :]).flatten(-2))
 
 
 class Chosen(NamedTuple):
@@ -216,9 +216,9 @@ def product_use(find: Finder, letters: Letters, factors: Sequence[Any], out: Ten
         if product is None:
             continue
         if found is not None:
-            uses.append(Split(out, partial(_rows, find, found, product, others)))
+            uses.append(Split((out,), partial(_rows, find, found, product, others)))
         elif product.stacked == product.own[: chosen.places.ndim]:
-            uses.append(Split(out, partial(_chosen_rows, find, chosen, product, others)))
+            uses.append(Split((out,), partial(_chosen_rows, find, chosen, product, others)))
     return Together.of(*uses)
 
 

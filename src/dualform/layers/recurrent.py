@@ -57,10 +57,6 @@ class RecurrentUse:
         self._find, self._call, self.outputs = find, call, outputs
         self._order = find.order
 
-    def let_go(self) -> None:
-        """Forgets the outputs: a hook on their graph must not keep that graph alive."""
-        self.outputs = ()
-
     def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
         """Keys of every matrix, and values where errors are given; batch first."""
         for found in rows_of(self._call, errors):

@@ -54,12 +54,8 @@ class Rows(NamedTuple):
 class Seen(Protocol):
     """A call that was seen, as a recorder or a reader needs it."""
 
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """The tensors whose gradients `rows` wants."""
-
-    def let_go(self) -> None:
-        """Forgets the outputs: a hook on their graph must not keep that graph alive."""
+    outputs: tuple[Tensor, ...]
+    """The tensors whose gradients `rows` wants; none once a hook on their graph waits for them."""
 
     def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
         """Keys, and values where errors are given."""
@@ -70,21 +66,12 @@ class Use:
     """One call: where its keys come from, and how its errors become values."""
 
     site: Site
-    output: Tensor | None
-    """Its gradient is the error."""
+    outputs: tuple[Tensor, ...]
+    """One tensor, whose gradient is the error."""
     key: Tensor | Callable[[], Tensor]
     value: Callable[[Tensor], Tensor] | None = None
     superseded: bool = False
     """Whether a later call has been found to show the same rows sample by sample."""
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """The tensors whose gradients `rows` wants."""
-        return () if self.output is None else (self.output,)
-
-    def let_go(self) -> None:
-        """Forgets the output: a hook on its graph must not keep that graph alive."""
-        self.output = None
 
     def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
         """Keys, and values where errors are given."""
@@ -102,17 +89,8 @@ class Use:
 class Split:
     """One call whose rows go to several sites: `make` gives them, with values for an error."""
 
-    output: Tensor | None
+    outputs: tuple[Tensor, ...]
     make: Callable[[Tensor | None], Iterable[Rows]]
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """The tensors whose gradients `rows` wants."""
-        return () if self.output is None else (self.output,)
-
-    def let_go(self) -> None:
-        """Forgets the output: a hook on its graph must not keep that graph alive."""
-        self.output = None
 
     def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
         """Keys, and values where errors are given."""
@@ -125,23 +103,15 @@ class Together:
     """Several uses of one output: of all the parameters that took part in a call."""
 
     def __init__(self, uses: Sequence[Seen]) -> None:
-        self._uses = uses
+        self._uses, self.outputs = uses, uses[0].outputs
+        for use in uses:
+            use.outputs = ()
 
     @classmethod
     def of(cls, *uses: Seen | None) -> Seen | None:
         """As few as they are: None for none, the use itself where it is alone."""
         found = [use for use in uses if use is not None]
         return cls(found) if len(found) > 1 else found[0] if found else None
-
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """The tensors whose gradients `rows` wants."""
-        return self._uses[0].outputs
-
-    def let_go(self) -> None:
-        """Forgets the outputs: a hook on their graph must not keep that graph alive."""
-        for use in self._uses:
-            use.let_go()
 
     def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
         """Keys, and values where errors are given, use after use."""
@@ -153,11 +123,11 @@ def when_errors_come(
 ) -> RemovableHandle | None:
     """Hangs an action on the graph, for when the errors of a use are known.
 
-    The hook is on the node, not on the tensor, which may yet be changed in place. A hook on several
-    outputs holds their graph, which holds the hook, so the handle is to be removed in the end.
+    The hook is on the node, not on the tensor, which may yet be changed in place. The use forgets
+    its outputs: a hook on their graph must not keep that graph alive. A hook on several outputs
+    holds their graph, which holds the hook, so the handle is to be removed in the end.
     """
-    outputs = use.outputs
-    use.let_go()
+    outputs, use.outputs = use.outputs, ()
     if len(outputs) == 1:
         node = outputs[0].grad_fn
         return None if node is None else node.register_prehook(action)
@@ -168,10 +138,10 @@ def when_errors_come(
 
 def is_single(use: Seen) -> bool:
     """Whether a matrix, or a convolution, is used on a single sample without a dimension for it."""
-    if not isinstance(use, Use) or use.output is None:
+    if not isinstance(use, Use) or use.outputs[0].ndim != use.site.value_dims:
         return False
     first = next(iter(use.site.terms.values()))
-    return form_named(first.form).is_product and use.output.ndim == use.site.value_dims
+    return form_named(first.form).is_product
 
 
 class Found(NamedTuple):

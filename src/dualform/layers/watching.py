@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -126,10 +126,10 @@ def first_tensor(given: Any) -> Tensor | None:
     >>> first_tensor(({"x": torch.zeros(4, 3)}, 5)).shape
     torch.Size([4, 3])
     """
-    return next(tensors_in(given), None)
+    return next(iter(tensors_in(given)), None)
 
 
-def tensors_in(given: Any) -> Iterator[Tensor]:
+def tensors_in(given: Any) -> list[Tensor]:
     """All tensors with a dimension in nested arguments, in order.
 
     >>> import torch
@@ -137,11 +137,11 @@ def tensors_in(given: Any) -> Iterator[Tensor]:
     [4, 2]
     """
     if isinstance(given, Tensor):
-        if given.ndim:
-            yield given
-    elif isinstance(given, tuple | list | dict | Mapping) and not isinstance(given, PackedSequence):
-        for part in given if isinstance(given, tuple | list) else given.values():
-            yield from tensors_in(part)
+        return [given] if given.ndim else []
+    if isinstance(given, PackedSequence) or not isinstance(given, tuple | list | dict | Mapping):
+        return []
+    parts = given if isinstance(given, tuple | list) else given.values()
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 def arrangement(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.optimizers.options import count, flat, kept
+from dualform.optimizers.options import count, kept
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Step
 
@@ -41,7 +41,7 @@ class AdafactorRule(StateRule):
         if eps1 is None:  # torch takes it from the first parameter it steps, for the whole group
             stepped = [p for p in group["params"] if p.grad is not None]
             eps1 = torch.finfo((stepped or group["params"])[0].dtype).eps
-        return super().hyper(flat(group, eps1=eps1, eps2=eps2))
+        return super().hyper({**group, "eps1": eps1, "eps2": eps2})
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dualform.optimizers.options import clock, count, flat, kept
+from dualform.optimizers.options import clock, count, kept
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Pair, Step
 
@@ -58,8 +58,8 @@ class AdamLike(StateRule):
     state: ClassVar[tuple[str, ...]] = ("step", "exp_avg_sq")
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """The group's options, `betas` as two."""
-        return super().hyper(flat(group, maximize=False))
+        """The group's options; some optimizers do not have `maximize`."""
+        return super().hyper({"maximize": False, **group})
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
@@ -100,8 +100,8 @@ class AdamRule(AdamLike):
     """What weight decay is in versions of torch whose groups do not say."""
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """The group's options, `betas` as two; `differentiable` counts as `capturable` does."""
-        options = flat(group, decoupled_weight_decay=self.decoupled)
+        """The group's options; `differentiable` counts as `capturable` does."""
+        options = {"decoupled_weight_decay": self.decoupled, **group}
         tensors = options["capturable"] or options["differentiable"]
         return super().hyper({**options, "capturable": tensors and not options["fused"]})
 

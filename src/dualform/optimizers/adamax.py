@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from dualform.optimizers.options import clock, count, flat, kept
+from dualform.optimizers.options import clock, count, kept
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Step
 
@@ -32,10 +29,6 @@ class AdamaxRule(StateRule):
     fields = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "capturable", "double")
     buffer = "exp_avg"
     state = ("step", "exp_inf")
-
-    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """The group's options, `betas` as two."""
-        return super().hyper(flat(group))
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
-from dualform.optimizers.options import count, flat, kept, rounded
+from dualform.optimizers.options import count, kept, rounded
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Step
 
@@ -31,10 +28,6 @@ class ASGDRule(StateRule):
     optimizer = "ASGD"
     fields = ("lr", "lambd", "alpha", "weight_decay", "maximize", "double")
     state = ("step", "eta")
-
-    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """The group's options, and whether torch keeps `h` in float64."""
-        return super().hyper(flat(group))
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor

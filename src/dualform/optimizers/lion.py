@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.optimizers.options import flat, kept
+from dualform.optimizers.options import kept
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import Hyper, Step, Transition
 from dualform.private import first_lr_of
@@ -53,10 +52,6 @@ class LionRule(StateRule):
                 "change unseen; by row is lr=float"
             )
         return super().refusal(optimizer)
-
-    def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """The group's options, `betas` as two."""
-        return super().hyper(flat(group))
 
     def memory(self, optimizer: Optimizer, parameter: Tensor) -> State:
         """The momentum, and what the optimizer divides λ by where it is decoupled from η."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dualform.optimizers.operators import Sided, apply
-from dualform.optimizers.options import flat
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Step
 
@@ -59,7 +58,7 @@ class MuonRule(StateRule):
         """The group's options, the polynomial's coefficients by power, the adjustment a number."""
         powers = dict(zip(("ns_1", "ns_3", "ns_5"), group["ns_coefficients"], strict=True))
         adjustment = ADJUSTMENTS.get(group["adjust_lr_fn"], 2.0)
-        return super().hyper(flat(group, **powers, adjustment=adjustment))
+        return super().hyper({**group, **powers, "adjustment": adjustment})
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor

@@ -1,8 +1,7 @@
-"""The options of a group as numbers, and the numbers of a step as torch computes them."""
+"""The numbers of a step as torch computes them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,19 +9,6 @@ from torch import Tensor
 
 from dualform.optimizers.rule import State
 from dualform.optimizers.steps import Hyper
-
-
-def flat(group: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """A group's options with `betas` taken apart; `more` is for what older versions lack.
-
-    `double` says whether torch keeps the numbers of its state in float64.
-
-    >>> flat({"lr": 0.1, "betas": (0.9, 0.99)}, maximize=False)["beta2"]
-    0.99
-    """
-    betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
-    double = torch.get_default_dtype() == torch.float64
-    return {**more, **group, **betas, "double": double}
 
 
 def count(state: State) -> float:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.optimizers.options import flat
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Step
 
@@ -38,7 +37,7 @@ class RpropRule(StateRule):
         """The group's options, `etas` and `step_sizes` as two each."""
         names = ("shrink", "grow", "shortest", "longest")
         pairs = zip(names, (*group["etas"], *group["step_sizes"]), strict=True)
-        return super().hyper(flat(group, **dict(pairs)))
+        return super().hyper({**group, **dict(pairs)})
 
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor

@@ -97,13 +97,24 @@ class Rule(ABC):
         """Why the parameters of a group cannot be kept by row, with its options as they are now."""
         return ""
 
+    def group_refusals(self, optimizer: Optimizer) -> dict[int, str]:
+        """Why some parameters cannot be kept by row under their group's options, by their `id`."""
+        given = [(group, self.group_refusal(group)) for group in optimizer.param_groups]
+        return {id(p): reason for group, reason in given if reason for p in group["params"]}
+
     def accepts(self, optimizer: Optimizer) -> bool:
         """Whether the rule describes this optimizer exactly."""
         return self.describes(optimizer) and not self.refusal(optimizer)
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """The hyper-parameters of a parameter group, as they are now."""
-        return tuple([float(group[name]) for name in self.fields])
+        """The hyper-parameters of a parameter group, as they are now; `betas` as two.
+
+        `double` says whether torch keeps the numbers of its state in float64.
+        """
+        betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
+        double = torch.get_default_dtype() == torch.float64
+        options = {**group, **betas, "double": double}
+        return tuple([float(options[name]) for name in self.fields])
 
     def memory(self, optimizer: Optimizer, parameter: Tensor) -> State:
         """What the optimizer remembers of a parameter now, under the names of buffer and state.

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.optimizers.operators import Basis, Coefficient, Turned, along, apply
-from dualform.optimizers.options import flat
 from dualform.optimizers.package import is_packaged, option, packed, second_moment, unpacked
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import STILL, DescentStep, Hyper, Step
@@ -71,8 +70,8 @@ class SOAPRule(StateRule):
         return f"{merged}; by row is merge_dims=False" if group["merge_dims"] else ""
 
     def hyper(self, group: Mapping[str, Any]) -> tuple[float, ...]:
-        """The group's options, `betas` as two, and how many steps it has made."""
-        return super().hyper({"step": 0, **flat(group)})
+        """The group's options, and how many steps it has made."""
+        return super().hyper({"step": 0, **group})
 
     def memory(self, optimizer: Optimizer, parameter: Tensor) -> State:
         """The averages, the basis end to end, and the optimizer's own option."""

@@ -71,11 +71,6 @@ class Batch:
         """The same where the model is given no tensor: from the first rows of one of its layers."""
         self.size = (lead[0] if lead else 1) if self.ids is None else len(self.ids)
 
-    def alone(self) -> None:
-        """What was taken for a batch is a single sample: a layer saw it without a dimension."""
-        if self.ids is None:
-            self.size = 1
-
     def sample_of(self) -> Tensor:
         """(places,): the sample at each place of the batch, numbered; a sample may come twice."""
         if self.ids is None:

@@ -121,8 +121,8 @@ class Trial:
 
     def _propose(self, use: Use, sighting: Sighting) -> None:
         """Changes rows that depend on no sample as if they belonged to half of the samples."""
-        output = use.output
-        if output is None or not output.is_floating_point():
+        (output,) = use.outputs
+        if not output.is_floating_point():
             return
         for pattern in itertools.islice(patterns(sighting.lead, self._places), 2):
             if len(self._proposals) == PROPOSALS:
@@ -227,9 +227,7 @@ def sample_dim(x: Tensor, places: int, axis: int) -> int:
 
 def _mask_of(use: Use, rows: Tensor) -> Tensor:
     """Which elements of a call's output make up some of its rows."""
-    output = use.output
-    assert output is not None
-    error = torch.zeros_like(output, requires_grad=True)
+    error = torch.zeros_like(use.outputs[0], requires_grad=True)
     with torch.enable_grad():
         values = error if use.value is None else use.value(error)
         wide = rows.to(values.device).reshape(*rows.shape, *[1] * (values.ndim - rows.ndim))

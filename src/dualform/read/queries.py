@@ -84,7 +84,7 @@ def ask(
         model.eval()  # asking must neither be random nor change the model
         usual, given = query_axis(model, x), first_tensor(x)
         samples = 0 if given is None else given.shape[min(usual, given.ndim - 1)]
-        trial = Trial.of(samples, list(tensors_in(x)), usual)
+        trial = Trial.of(samples, tensors_in(x), usual)
 
         def take(use: Seen, output: Tensor | None) -> None:
             uses.append((use, output, [] if trial is None else trial.observe(use)))

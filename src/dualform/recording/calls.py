@@ -17,8 +17,8 @@ probes notice.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from dualform.layers import (
 )
 from dualform.private import own_parameters
 from dualform.recording.guard import FORWARD, Guard
+
+Own: TypeAlias = Mapping[str, nn.Parameter | None]
+"""What torch keeps of a module's own parameters, as they are at any time."""
 
 
 class Watcher(Protocol):
@@ -177,7 +180,10 @@ class LayerHooks:
         self._handles = [
             *notes,
             model.register_forward_pre_hook(begin, with_kwargs=True),
-            *(layer.register_forward_hook(Hook(self._see)) for layer in layers),
+            *(
+                layer.register_forward_hook(Hook(self._see, own_parameters(layer)))
+                for layer in layers
+            ),
         ]
 
     def narrowed(self, uses: int) -> CallSource:
@@ -189,28 +195,28 @@ class LayerHooks:
         for handle in self._handles:
             handle.remove()
 
-    def _see(self, layer: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+    def _see(self, own: Own, layer: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+        """A layer that has its `own` parameters was called."""
         if self._guard.failure is not None:
             self._guard.after_failure()
         elif args:
             use = None
             try:
-                use = self._use(layer, args[0], out)
+                use = self._use(own, layer, args[0], out)
             except Exception as error:
                 self._guard.caught(FORWARD, error)
             if use is not None:
                 self._watcher.see(use)
 
-    def _use(self, layer: nn.Module, x: Any, out: Tensor) -> Use | None:
+    def _use(self, own: Own, layer: nn.Module, x: Any, out: Tensor) -> Use | None:
         """The use of a layer; its site is that of the last call, as long as that holds."""
-        own = own_parameters(layer)
         weight, bias = own["weight"], own["bias"]
         if weight is None or not weight.requires_grad or self._find.labels:
             return matrix_use(self._find, out, False, x, weight, bias)
         trained = (id(weight), id(bias), bias is not None and bias.requires_grad)
         known = self._sites.get(layer)
         if known is not None and known[0] == trained and isinstance(x, Tensor):
-            return Use(known[1], out, x)
+            return Use(known[1], (out,), x)
         use = matrix_use(self._find, out, False, x, weight, bias)
         if use is not None:
             self._sites[layer] = (trained, use.site)

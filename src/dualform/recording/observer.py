@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
-from dualform.private import versions_of
+from dualform.private import version_of
 from dualform.recording.book_states import BookStates, Event, Kept, Note
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt, Excerpts
 from dualform.recording.gradients import GradientProbes
 from dualform.recording.messages import RecordedStep, WeightSpan
-from dualform.recording.plan import Plan, reason_of, refusals
+from dualform.recording.plan import Plan, reason_of
 from dualform.recording.streams import OpenStream
 from dualform.recording.weight_copies import SpanCopies, StepCopies
 
@@ -159,7 +159,7 @@ class StepObserver:
         So are those of a group that was added, or given options, that the rule does not describe,
         and those of which the loop changed what the optimizer remembers.
         """
-        refused = refusals(self._optimizer, self._rule)
+        refused = self._rule.group_refusals(self._optimizer)
         lost: dict[str, tuple[Event, str]] = {}
         for name, p in self._arranged.undecided:
             if p.grad is not None:
@@ -186,13 +186,11 @@ class StepObserver:
     def _memories(self) -> dict[str, Memory]:
         """What the optimizer remembers now of the books kept by row."""
         state = self._optimizer.state
-        found = {
-            name: [part for part in own.values() if isinstance(part, Tensor)]
+        return {
+            name: [(part, version_of(part)) for part in own.values() if isinstance(part, Tensor)]
             for name, _, p in self._arranged.by_row
             if (own := state.get(p)) is not None
         }
-        counts = iter(versions_of([part for parts in found.values() for part in parts]))
-        return {name: [(part, next(counts)) for part in parts] for name, parts in found.items()}
 
     def _touch(self) -> tuple[tuple[int, ...], dict[str, Tensor]]:
         """How the step will treat each book, and the gradients of those kept by row."""

@@ -51,18 +51,12 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
             "model.parameters()."
         )
     reason = "" if rule.fields else why_observed(optimizer)
-    refused = refusals(optimizer, rule)
+    refused = rule.group_refusals(optimizer)
     books = tuple(
         Book(name, tuple(p.shape), dtype_name(p.dtype), reason=reason or refused.get(id(p), ""))
         for name, p in parameters.items()
     )
     return Plan(parameters, books)
-
-
-def refusals(optimizer: Optimizer, rule: Rule) -> dict[int, str]:
-    """Why some parameters cannot be kept by row under their group's options, by their identity."""
-    given = [(group, rule.group_refusal(group)) for group in optimizer.param_groups]
-    return {id(p): reason for group, reason in given if reason for p in group["params"]}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -91,16 +85,25 @@ def uncompiled() -> ExitStack:
     return stack
 
 
+def may_nest(optimizer: Optimizer) -> bool:
+    """Whether a step may run inside another: more than one of its classes has a `step`.
+
+    >>> parameters = [torch.zeros(1)]
+    >>> may_nest(torch.optim.Adam(parameters)), may_nest(torch.optim.AdamW(parameters))
+    (False, False)
+    """
+    classes = [cls for cls in type(optimizer).__mro__ if cls is not Optimizer]
+    steps = [vars(cls)["step"] for cls in classes if "step" in vars(cls)]
+    return len({inspect.unwrap(step) for step in steps}) > 1  # torch wraps them, some twice
+
+
 def is_nested(optimizer: Optimizer) -> bool:
     """Whether a step is running inside another: a subclass that calls `super().step()`.
 
     Torch calls hooks for both. Counting hooks would go wrong after a step that raised. So the calls
     of `step` that are running are counted, those of the kind that calls hooks: the innermost does.
     """
-    classes = type(optimizer).__mro__
-    if classes[1] is Optimizer:
-        return False
-    steps = [vars(cls)["step"] for cls in classes if "step" in vars(cls)]
+    steps = [vars(cls)["step"] for cls in type(optimizer).__mro__ if "step" in vars(cls)]
     codes = {step.__code__ for step in steps if isinstance(step, FunctionType)}
     frame, running = inspect.currentframe(), []
     while frame is not None:

@@ -18,7 +18,7 @@ from dualform.recording.guard import Guard
 from dualform.recording.messages import Handover, RecordedStep
 from dualform.recording.notices import Notices
 from dualform.recording.observer import StepObserver
-from dualform.recording.plan import Plan, is_nested
+from dualform.recording.plan import Plan, is_nested, may_nest
 from dualform.recording.reconcile import Reconciler
 from dualform.recording.sample_ids import SampleIds
 from dualform.recording.schedule import Schedule
@@ -90,7 +90,7 @@ class StepRecorder:
     """Makes steps of what the stages see, and hands them over; belongs to the training thread."""
 
     def __init__(self, stages: Stages, optimizer: Optimizer, step: int) -> None:
-        self.stages, self._optimizer = stages, optimizer
+        self.stages, self._optimizer, self._may_nest = stages, optimizer, may_nest(optimizer)
         self.step = self._first = step
         """How many optimizer steps are recorded."""
         self._current: RecordedStep | None = None
@@ -113,7 +113,7 @@ class StepRecorder:
 
         Gradients are looked at where `observe` says so: a closure makes them later.
         """
-        if is_nested(optimizer):
+        if self._may_nest and is_nested(optimizer):
             return False
         if due := self.stages.schedule.due:  # held back until what came after the step is known
             self._book_late_changes()
@@ -145,7 +145,7 @@ class StepRecorder:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped."""
-        if self._current is None or is_nested(optimizer):
+        if self._current is None or (self._may_nest and is_nested(optimizer)):
             return
         stages = self.stages
         edited = stages.spot_checks.after_step()

@@ -108,7 +108,7 @@ class Watch:
             return self._guard.after_failure()
         try:
             if torch.is_grad_enabled():
-                given = list(tensors_in((args, kwargs)))
+                given = tensors_in((args, kwargs))
                 begin = self._batches.begin_inside if inside else self._batches.begin
                 batch = begin(given)
                 if batch is not None and self._thread.trial is None:
@@ -143,8 +143,9 @@ class Watch:
             trained = any(out.grad_fn is not None for out in outputs)
             batch = self._batches.of_call() if trained else None
             if batch is not None:
-                if batch.begun and not batch.calls and is_single(use):
-                    batch.alone()
+                first = batch.begun and not batch.calls
+                if first and batch.ids is None and is_single(use):
+                    batch.size = 1  # what was taken for a batch is a single sample
                 batch.calls += 1
             single = batch is not None and batch.size == 1  # as its first layer may have shown
             seen = None if trial is None or single else trial.observe(use)

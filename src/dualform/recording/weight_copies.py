@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from dualform.private import versions_of
+from dualform.private import version_of
 from dualform.recording.excerpts import Excerpts, differing
 from dualform.recording.messages import WeightSpan
 from dualform.recording.plan import Plan
@@ -64,8 +64,7 @@ class SpanCopies:
         """
         before, excerpt = self.start, self._excerpts.take()
         moved = differing([self.excerpt], [excerpt])
-        counts = versions_of(self._parameters.values())
-        versions = dict(zip(self._parameters, counts, strict=True))
+        versions = {name: version_of(p) for name, p in self._parameters.items()}
         still = {
             name
             for name in before.keys() - moved.keys() - set(trained)
