@@ -152,23 +152,23 @@ def switches(path: Path) -> list[str]:
     return found
 
 
-def test_reading_asks_rules_and_operators_by_methods() -> None:
-    """A new type of either is one new file: reading never asks which type it has."""
+def test_rules_and_operators_are_asked_by_methods() -> None:
+    """A new type of either is one new file: nobody asks which type one has."""
     kinds = [optimizers.Rule, optimizers.Operator, optimizers.Step]
     for kind in kinds:
         kinds += kind.__subclasses__()
     names = {kind.__name__ for kind in kinds}
     assert {"ScalarRule", "AdamRule", "Sided", "Number", "Descended"} <= names
     for name, path in modules().items():
-        if name.startswith("read"):
+        if name.startswith(("read", "recording")):
             assert not names.intersection(switches(path)), name
 
 
-def test_reading_asks_forms_by_methods() -> None:
-    """A new form is one new file: reading never compares its name."""
+def test_forms_are_asked_by_methods() -> None:
+    """A new form is one new file: nobody compares its name."""
     for name, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if name.startswith("read") and isinstance(node, ast.Compare):
+            if name.startswith(("read", "recording")) and isinstance(node, ast.Compare):
                 compared = [part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)]
                 assert "form" not in compared, f"{name}, line {node.lineno}"
 

@@ -72,8 +72,17 @@ class Rule(ABC):
     """What else of the optimizer's memory its coefficients depend on."""
     by_numbers: ClassVar[bool]
     """Whether its coefficients are numbers, known without a replay of the training."""
+    elementwise: ClassVar[bool] = False
+    """Whether each element goes its own way, so that parts of a parameter can be replayed alone."""
+    follows_signs: ClassVar[bool] = False
+    """Whether it steps by the sign of a gradient, whose rounding it therefore magnifies."""
     turns: ClassVar[bool] = False
     """Whether its operators are elementwise in other bases, `Turned`."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether parts of a parameter can be followed through its steps alone."""
+        return self.by_numbers or self.elementwise
 
     @property
     def scalar(self) -> ScalarRule:
@@ -124,6 +133,14 @@ class Rule(ABC):
         known = optimizer.state.get(parameter, {})
         names = [name for name in (self.buffer, *self.state) if known.get(name) is not None]
         return {name: known[name] for name in names}
+
+    def keeps(self, optimizer: Optimizer, joined: bool) -> bool:
+        """Whether the step just made changed what no replay from the rows can find again.
+
+        `joined` says whether it was the first step of some parameter. What the optimizer remembers
+        is then kept.
+        """
+        return False
 
 
 @dataclass(frozen=True)
@@ -212,10 +229,6 @@ class StateRule(Rule):
     """A rule whose coefficients depend on the gradients seen so far, through `state`."""
 
     by_numbers = False
-    elementwise: ClassVar[bool] = False
-    """Whether each element goes its own way, so that parts of a parameter can be replayed alone."""
-    follows_signs: ClassVar[bool] = False
-    """Whether it steps by the sign of a gradient, whose rounding it therefore magnifies."""
 
     @property
     def replayed(self) -> StateRule:
@@ -232,11 +245,3 @@ class StateRule(Rule):
         step left. Before a parameter's first step names may be missing, and `b` is zero.
         All tensors but those of `state` have the parameter's shape. Nothing is changed in place.
         """
-
-    def keeps(self, optimizer: Optimizer, joined: bool) -> bool:
-        """Whether the step just made changed what no replay from the rows can find again.
-
-        `joined` says whether it was the first step of some parameter. What the optimizer remembers
-        is then kept.
-        """
-        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dualform.optimizers import Rule, StateRule
+from dualform.optimizers import Rule
 from dualform.recording.accounts import Evidence, find_factors, gather_evidence, probes_of
 from dualform.recording.book_states import BookStates, Event
 from dualform.recording.bookkeeping import NOISY, UNEXPLAINED
@@ -41,7 +41,7 @@ class FirstCheck:
         evidence, factors, agreed = self._compare(step)
         failed: dict[str, str] = {}
         for at, account in enumerate(evidence):
-            if isinstance(self._rule, StateRule):
+            if not self._rule.by_numbers:
                 failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
             if not agreed[0, at]:
                 refused = self._watch.owners.refused

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix, matrix_shape
+from dualform.memory.forms import form_named
 from dualform.optimizers import Rule
 from dualform.private import sparse_parts
 from dualform.recording.pages import calls_are_dear
 from dualform.recording.plan import Plan
 from dualform.recording.probe import Look
-from dualform.recording.reconcile import is_followed
 
 PROBED_ROWS = 128
 """Higher matrices are probed at so many neighboring rows, others after each hand-over."""
@@ -83,12 +83,12 @@ class GradientProbes:
         term, parameter = self.terms[name], self._plan.parameters[name]
         height, width = matrix_shape(tuple(parameter.shape), term.view, term.groups)
         rows = PROBED_COLUMN if term.view == "flat" else PROBED_ROWS
-        if not is_followed(self._rule):
+        if not self._rule.in_parts:
             rows = height  # nothing else looks at the whole
         first = min(self._turn * rows % height, max(0, height - rows))
         if name not in self._vectors:
             self._vectors[name] = None if term.view == "flat" else self._random(name, height, width)
-        later = term.form == "outer" and calls_are_dear(parameter)
+        later = form_named(term.form).is_product and calls_are_dear(parameter)
         chosen = slice(first, min(first + rows, height))
         return Look(chosen, self._vectors[name], later, partial=rows < height)
 

@@ -25,7 +25,7 @@ PAGE_SLOTS = 256
 
 Order: TypeAlias = tuple[int, int]
 """How many samples there are, and how many neighboring rows belong to one."""
-Form: TypeAlias = tuple[torch.Size, torch.Size, torch.dtype, torch.dtype, Order]
+SlotType: TypeAlias = tuple[torch.Size, torch.Size, torch.dtype, torch.dtype, Order]
 """Shapes and dtypes of keys and values, and the order of their rows."""
 
 
@@ -35,13 +35,13 @@ def calls_are_dear(tensor: Tensor) -> bool:
 
 
 class Page:
-    """Slots of one form, and for each that is filled the step and the samples it belongs to.
+    """Slots of one type, and for each that is filled the step and the samples it belongs to.
 
     The training thread fills it. Once it is handed over, nobody changes it until it is given back.
     """
 
     def __init__(self, x: Tensor, error: Tensor, order: Order) -> None:
-        self.form = (x.shape, error.shape, x.dtype, error.dtype, order)
+        self.slot_type = (x.shape, error.shape, x.dtype, error.dtype, order)
         self.slot_bytes = x.nbytes + error.nbytes
         self.marks: list[tuple[int, BatchSamples]] = []
         self.shared: list[Tensor] = []
@@ -129,7 +129,7 @@ class PagePool:
     """
 
     def __init__(self) -> None:
-        self._free: dict[Form, list[Page]] = {}
+        self._free: dict[SlotType, list[Page]] = {}
         self._returned: deque[Page] = deque()
 
     def take(self, x: Tensor, error: Tensor, order: Order) -> Page:
@@ -137,7 +137,7 @@ class PagePool:
         while self._returned:
             page = self._returned.popleft()
             page.clear()
-            self._free.setdefault(page.form, []).append(page)
+            self._free.setdefault(page.slot_type, []).append(page)
         free = self._free.get((x.shape, error.shape, x.dtype, error.dtype, order))
         if free:
             return free.pop()  # the one last used: still in cache
@@ -176,8 +176,8 @@ class PageWriter:
         A matrix that its rows share was made for them, and is held as it is.
         """
         page = self.pages[-1] if self.pages else None
-        form = (x.shape, error.shape, x.dtype, error.dtype, order)
-        if page is None or len(page.marks) == page.slots or page.form != form:
+        slot_type = (x.shape, error.shape, x.dtype, error.dtype, order)
+        if page is None or len(page.marks) == page.slots or page.slot_type != slot_type:
             page = self._pool.take(x, error, order)
             self.pages.append(page)
         page.put(x, error)
@@ -238,7 +238,7 @@ def rows_by_sample(site: Site, page: Page, first: int, last: int) -> StreamRows 
     ]
     if not chosen:
         return None
-    samples, stretch = page.form[4]
+    samples, stretch = page.slot_type[4]
     slots = [at for at, _, _ in chosen]
     keys, values = page.rows(slots)
     keys = sample_major(keys, samples, stretch, site.key_dims)

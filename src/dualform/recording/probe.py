@@ -70,11 +70,12 @@ def probe_rows(
         return _probe_shared(stream, term, records, look)
     wide = torch.promote_types(records.values.dtype, torch.float32)
     values = records.values.to(wide)
-    if term.form == "lookup":
+    form = form_named(term.form)
+    if not form.has_sides:
         return _probe_lookup(term, records, values, look)
     keys = records.keys.to(wide)
     inner = None
-    if term.form == "outer":
+    if form.is_product:
         assert look.vectors is not None
         width = math.prod(stream.keys)  # as far as the term's block reaches
         if stream.layout:
@@ -83,9 +84,8 @@ def probe_rows(
         inner = inner_products(stream, keys, vectors.to(keys))
     if stream.layout:
         values = at_positions(stream, values).flatten(0, 1)
-    if term.form == "scale":
-        values = values * keys
-    return _probe_blocks(term, values, inner, len(records.counts), look)
+    a = values if form.is_product else form.rows(keys, values).a
+    return _probe_blocks(term, a, inner, len(records.counts), look)
 
 
 def _probe_blocks(

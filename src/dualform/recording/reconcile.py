@@ -25,14 +25,13 @@ from torch.optim import Optimizer
 from dualform.layers import conv
 from dualform.ledger import Stream, Term
 from dualform.memory.blocks import as_matrix, matrix_shape
+from dualform.memory.forms import form_named
 from dualform.optimizers import (
     BY_ROW,
     OBSERVED,
     History,
     Rule,
-    ScalarRule,
     State,
-    StateRule,
     walk_back,
 )
 from dualform.recording.accounts import MISMATCH, Evidence
@@ -110,7 +109,7 @@ class Reconciler:
         self._memory = {
             name: {part: kept.detach().clone().to_dense() for part, kept in memory.items()}
             for name, parameter in plan.parameters.items()
-            if is_followed(rule) and (memory := rule.memory(optimizer, parameter))
+            if rule.in_parts and (memory := rule.memory(optimizer, parameter))
         }
         """What the optimizer remembers as recording begins, of books not followed yet."""
         self._column = {book.name: at for at, book in enumerate(plan.books)}
@@ -129,7 +128,7 @@ class Reconciler:
         `factors` (steps, accounts) are those of the evidence's rows.
         """
         courses = dict(self._courses(steps, evidence, factors, before))
-        if isinstance(self._rule, ScalarRule):
+        if self._rule.by_numbers:
             missed = {name: self._by_numbers(name, c, before, after) for name, c in courses.items()}
         else:
             missed = self._by_elements(courses, before, after)
@@ -143,9 +142,9 @@ class Reconciler:
         before: Mapping[str, Tensor],
     ) -> Iterator[tuple[str, BookCourse]]:
         """What these steps were to each book that some of them kept by row."""
-        if not is_followed(self._rule):
+        if not self._rule.in_parts:
             return
-        signs = isinstance(self._rule, StateRule) and self._rule.follows_signs
+        signs = self._rule.follows_signs
         places = [
             (at, name)
             for at, account in enumerate(evidence)
@@ -177,8 +176,8 @@ class Reconciler:
         feeds = [(feed, rows) for feed, rows in account.pieces if name in feed.terms]
         if name not in self._followed:
             term = next(feed.terms[name] for feed in account.feeds if name in feed.terms)
-            read = [rows.keys for _, rows in feeds if len(rows.keys) and term.form == "lookup"]
-            seen = [int(keys[0, 0]) for keys in read]
+            keys = [] if form_named(term.form).has_sides else [rows.keys for _, rows in feeds]
+            seen = [int(places[0, 0]) for places in keys if len(places)]
             self._followed[name] = self._follow(name, term, seen)
         book, found = self._followed[name], []
         for feed, rows in feeds:
@@ -200,15 +199,15 @@ class Reconciler:
         height, width = matrix_shape(shape, term.view, term.groups)
         rows, vectors, columns, row = slice(0, height), None, None, None
         generator = torch.Generator().manual_seed(self._column[name])  # the user's stays untouched
-        if isinstance(self._rule, StateRule):
+        if not self._rule.by_numbers:
             rows = slice(0, min(height, HIGHEST))
-        if term.view != "flat" and isinstance(self._rule, StateRule):
+        if term.view != "flat" and not self._rule.by_numbers:
             count = min(width, max(1, FOLLOWED // height))
             columns = torch.randperm(width, generator=generator)[:count]
             vectors = torch.zeros(width, count, dtype=torch.float64)
             vectors[columns, torch.arange(count)] = 1.0
             row = int(torch.randint(height, (), generator=generator))
-            if term.form == "lookup" and seen:
+            if seen:
                 row = seen[0] + term.at[0]
         elif term.view != "flat":
             vectors = torch.randn(width, 1, generator=generator, dtype=torch.float64)
@@ -231,12 +230,11 @@ class Reconciler:
         after: Mapping[str, Tensor],
     ) -> bool:
         """Whether a book misses its end under a rule of numbers."""
-        assert isinstance(self._rule, ScalarRule)
-        book = self._followed[name]
+        book, rule = self._followed[name], self._rule.scalar
         fields, hyper = self._rule.fields, np.array(course.hyper, dtype=np.float64)
         states = np.array(course.states, dtype=np.uint8)
         history = History(states, hyper, fields, {0: book.buffered})
-        steps = self._rule.transitions(history)
+        steps = rule.transitions(history)
         ends: Any = walk_back(steps, (0.0, 0.0), [*[0.0] * (len(steps) - 1), 1.0])
         (on_g, (on_W, on_b)), W, b = ends, book.of(before[name]), book.b
         coefficients = torch.tensor(on_g, dtype=torch.float64)
@@ -245,7 +243,7 @@ class Reconciler:
         (into_g, (into_W, into_b)) = buffers
         book.b = into_W * W + into_b * b + torch.tensor(into_g, dtype=torch.float64) @ course.w
         book.buffered = book.buffered or any(
-            self._rule.makes_buffer(dict(zip(fields, given, strict=True)))
+            rule.makes_buffer(dict(zip(fields, given, strict=True)))
             for given, state in zip(course.hyper, course.states, strict=True)
             if state == BY_ROW
         )
@@ -273,7 +271,6 @@ class Reconciler:
         for names in together.values():
             ends, ways = self._walk(names, [courses[name] for name in names], before)
             for name, end, way in zip(names, ends, ways, strict=True):
-                assert isinstance(self._rule, StateRule)
                 wide = courses[name].coarse or self._rule.follows_signs
                 allowed = (WIDE_LEEWAY if wide else LEEWAY) * float(way.norm())
                 steps = len(courses[name].states)
@@ -284,7 +281,7 @@ class Reconciler:
         self, names: Sequence[str], courses: Sequence[BookCourse], before: Mapping[str, Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Where the steps lead some books, and how far each element went on its way."""
-        assert isinstance(self._rule, StateRule)
+        rule = self._rule.replayed
         books = [self._followed[name] for name in names]
         sizes = [len(book.b) for book in books]
         W = torch.cat([book.of(before[name]) for name, book in zip(names, books, strict=True)])
@@ -298,8 +295,8 @@ class Reconciler:
             if courses[0].states[t] == OBSERVED:
                 W = W + gradients[t]
             elif courses[0].states[t] == BY_ROW:
-                hyper = dict(zip(self._rule.fields, given, strict=True))
-                step, state = self._rule.transition(hyper, state, W, b, gradients[t])
+                hyper = dict(zip(rule.fields, given, strict=True))
+                step, state = rule.transition(hyper, state, W, b, gradients[t])
                 end, b = step.forward(W, b, gradients[t])
                 way += (end - W).abs()
                 W = end
@@ -323,16 +320,6 @@ class Reconciler:
         return not float((is_ - end).norm()) <= allowed + ROUNDINGS * places
 
 
-def is_followed(rule: Rule) -> bool:
-    """Whether books can be followed in part: by numbers, or element by element.
-
-    >>> from dualform.optimizers import rule_named
-    >>> is_followed(rule_named("adam")), is_followed(rule_named("muon"))
-    (True, False)
-    """
-    return isinstance(rule, ScalarRule) or (isinstance(rule, StateRule) and rule.elementwise)
-
-
 def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width: int) -> Tensor:
     """(segments, width): one row of the gradient, from the rows of a product or of a table."""
     if records.shared is not None and not stream.layout:
@@ -340,7 +327,7 @@ def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width
     wide = torch.promote_types(records.values.dtype, torch.float32)
     values, (top, left), count = records.values.to(wide), term.at, len(records.counts)
     found = values.new_zeros(count, width)
-    if term.form == "lookup":
+    if not form_named(term.form).has_sides:
         chosen = (records.keys[:, 0] + top == row)[:, None]
         at = torch.arange(count).repeat_interleave(records.counts).to(values.device)
         found[:, left : left + values.shape[1]].index_add_(0, at, values * chosen)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.ledger.format import BUFFER, STATE
-from dualform.optimizers import BY_ROW, Rule, StateRule
+from dualform.optimizers import BY_ROW, Rule
 from dualform.recording.plan import Plan, state_tensors
 
 
@@ -22,8 +22,6 @@ class Snapshots:
 
     def is_due(self, states: Sequence[int]) -> bool:
         """Whether the rule needs what the optimizer remembers after this step."""
-        if not isinstance(self._rule, StateRule):
-            return False
         joined = {at for at, state in enumerate(states) if state == BY_ROW} - self._joined
         self._joined |= joined
         return self._rule.keeps(self._optimizer, bool(joined))
@@ -31,14 +29,14 @@ class Snapshots:
     def weights(self) -> dict[str, Tensor]:
         """Copies of them as they are now."""
         weights = snapshot(self._model)
-        if isinstance(self._rule, StateRule):
+        if not self._rule.by_numbers:
             weights |= memories(self._optimizer, self._plan, self._rule)
         return weights
 
     @property
     def nbytes(self) -> int:
         """What they take when they are kept."""
-        kept = 2 + len(self._rule.state) if isinstance(self._rule, StateRule) else 1
+        kept = 1 if self._rule.by_numbers else 2 + len(self._rule.state)
         return kept * sum(parameter.nbytes for parameter in self._model.parameters())
 
 

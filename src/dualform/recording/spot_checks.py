@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dualform.optimizers import Rule, ScalarRule, StateRule
+from dualform.optimizers import Rule
 from dualform.recording.bookkeeping import OUTSIDE
 from dualform.recording.observer import FORGOTTEN
 from dualform.recording.randomness import undisturbed
@@ -70,8 +70,7 @@ class SpotChecks:
         self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, rule: Rule
     ) -> None:
         self._parameters, self._optimizer = parameters, optimizer
-        elementwise = isinstance(rule, StateRule) and rule.elementwise
-        self._leeway = 0.0 if elementwise or isinstance(rule, ScalarRule) else LEEWAY
+        self._leeway = 0.0 if rule.in_parts else LEEWAY
         self._random = random.Random(0)  # the user's random states stay untouched
         self._steps, self._next = 0, 1
         self._expected: dict[str, tuple[Tensor, Tensor | float]] = {}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
-from dualform.optimizers import Rule, StateRule
+from dualform.optimizers import Rule
 from dualform.recording.plan import Plan, state_tensors
 from dualform.recording.snapshots import buffered, memories, snapshot
 
@@ -62,7 +62,7 @@ def resume_run(
     step = _matching_step(ledger, snapshot(model))
     start = {"buffers": buffered(memories(optimizer, plan, rule))}
     writer = LedgerWriter.resume(path, step, start)
-    if step and isinstance(rule, StateRule):  # what the optimizer remembers now is what counts
+    if step and not rule.by_numbers:  # what the optimizer remembers now is what counts
         writer.weights(step, snapshot(model) | memories(optimizer, plan, rule), "resume")
         writer.flush()
     ledger = Ledger(path)  # as it reads now, without what was written beyond that step

@@ -14,6 +14,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from dualform.layers import Rows, Site, stream_name
 from dualform.ledger import Declaration, Stream, Term
 from dualform.memory.blocks import matrix_shape
+from dualform.memory.forms import form_named
 from dualform.owners import UNCLEAR, Batch, Owners, Sighting
 from dualform.private import will_execute
 from dualform.recording.book_states import BookStates
@@ -110,12 +111,13 @@ class Streams:
     def _part(self, site: Site, stream: Stream) -> str:
         """Which part of its parameter a stream is about, where it is not about all of it."""
         book, term = next(iter(site.terms.items()))
-        if term.form == "lookup" or stream.shared:
+        form = form_named(term.form)
+        if not form.has_sides or stream.shared:
             return ""
         shape = tuple(self._parameters[book].shape)
         (top, left), (height, width) = term.at, matrix_shape(shape, term.view, term.groups)
         rows = stream.values[0] if stream.layout else math.prod(stream.values)
-        columns = math.prod(stream.keys) if term.form == "outer" else width
+        columns = math.prod(stream.keys) if form.is_product else width
         part = f"{top}:{top + rows}" if rows < height else ""
         if columns < width and not stream.layout:
             part = f"{part or ':'},{left}:{left + columns}"
@@ -252,7 +254,7 @@ class RowWriter:
                 for at, (step, samples) in enumerate(page.marks):
                     if step == self.step:
                         x, error = page.key_slots[at], page.value_slots[at]
-                        given = (page.form[4], page.shared[at] if page.shared else None)
+                        given = (page.slot_type[4], page.shared[at] if page.shared else None)
                         self.bytes += stream.pages.write(step, samples, x, error, *given)
         return tuple([(stream.opened, pages) for stream, pages in taken])
 
