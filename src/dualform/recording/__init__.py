@@ -1,6 +1,6 @@
 """Watching a training loop and booking what it does to every parameter."""
 
-from dualform.recording.entry import describe, record
+from dualform.recording.front_door import describe, record
 from dualform.recording.recorder import Recorder
 
 __all__ = ["Recorder", "describe", "record"]

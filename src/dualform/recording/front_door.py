@@ -1,4 +1,4 @@
-"""The front door of recording."""
+"""The functions that users call: `record` and `describe`."""
 
 from __future__ import annotations
 
