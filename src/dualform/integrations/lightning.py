@@ -79,7 +79,11 @@ class LightningCallback(Callback):
         if stage != "fit":
             return
         self.close()
-        _check_devices(trainer)
+        if trainer.world_size > 1:
+            raise RecordingError(
+                f"LightningCallback cannot record training on {trainer.world_size} devices yet; "
+                "use Trainer(devices=1, num_nodes=1)."
+            )
         if self._ids_of is None:
             self._name_loaders(trainer)
 
@@ -160,14 +164,6 @@ class LightningCallback(Callback):
                 yield batch
 
         return batches()
-
-
-def _check_devices(trainer: Trainer) -> None:
-    if trainer.world_size > 1:
-        raise RecordingError(
-            f"LightningCallback cannot record training on {trainer.world_size} devices yet; "
-            "use Trainer(devices=1, num_nodes=1)."
-        )
 
 
 def _check_training(trainer: Trainer, module: LightningModule) -> None:

@@ -129,13 +129,8 @@ def offset_use(find: Finder, found: Found, out: Tensor, factor: float = 1.0) -> 
     def value(error: Tensor) -> Tensor:
         return to_rows(error if factor == 1 else error * factor)
 
-    return None if site is None else Use(site, (out,), _no_keys(to_rows, out), value)
-
-
-def _no_keys(to_rows: Callable[[Tensor], Tensor], out: Tensor) -> Callable[[], Tensor]:
-    """Keys of width 0, without holding on to the output."""
-    empty = out.new_empty(()).expand(out.shape)
-    return lambda: to_rows(empty)[..., :0]
+    empty = out.new_empty(()).expand(out.shape)  # for keys of width 0; it does not hold the output
+    return None if site is None else Use(site, (out,), lambda: to_rows(empty)[..., :0], value)
 
 
 def _scale(

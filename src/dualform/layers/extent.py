@@ -66,13 +66,10 @@ class Extent(NamedTuple):
         if count > 1:
             usual["swapped"] = ([1], [0, *range(2, count)])
         for name, sides in usual.items():
-            if [self._wide(side) for side in sides] == [down, across]:
+            if [[dim for dim in side if self.shape[dim] > 1] for side in sides] == [down, across]:
                 return name
         single = [dim for dim in range(count) if self.shape[dim] == 1]
         return "".join(map(str, down)) + "|" + "".join(map(str, [*across, *single]))
-
-    def _wide(self, dims: Sequence[int]) -> list[int]:
-        return [dim for dim in dims if self.shape[dim] > 1]
 
 
 def extent(parameter: Tensor, view: Tensor) -> Extent | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -60,7 +60,11 @@ class Batch:
         self.begun = True
         if self.ids is None:
             self.size = first[0]
-        elif not self._fits(chain([first], given)) and not self._is_one(first):
+        elif any(len(self.ids) in shape[:2] for shape in chain([first], given)):
+            self.size = len(self.ids)
+        elif len(self.ids) == 1 and len(first) == 1:
+            self.size = 1  # one id for one sample that has no dimension of its own
+        elif self.size < 0:
             raise SampleIdsError(
                 f"recorder.samples got {len(self.ids)} ids, but the model was given a batch of "
                 f"shape {tuple(first)}; give one id for each sample of the batch, or for each "
@@ -79,17 +83,3 @@ class Batch:
         known: dict[SampleId, int] = {}
         numbers = [known.setdefault(sample, len(known)) for sample in ids]
         return torch.tensor(numbers, device="cpu")
-
-    def _fits(self, given: Iterable[Sequence[int]]) -> bool:
-        """Whether a shape has as many samples as there are ids."""
-        assert self.ids is not None
-        if any(len(self.ids) in shape[:2] for shape in given):
-            self.size = len(self.ids)
-        return self.size >= 0
-
-    def _is_one(self, shape: Sequence[int]) -> bool:
-        """Whether one id is meant for one sample that has no dimension of its own."""
-        assert self.ids is not None
-        if len(self.ids) == 1 and len(shape) == 1:
-            self.size = 1
-        return self.size == 1

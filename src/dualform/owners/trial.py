@@ -153,7 +153,11 @@ class Trial:
         return self._sightings
 
     def _judge_all(self) -> None:
-        axis = self._axis()
+        mixing = [
+            sum([self._judge(s, at).reason == MIXES for s in self._sightings])
+            for at in range(len(self._axes))
+        ]
+        axis = mixing.index(min(mixing))  # the reading of the input that mixes samples least
         for sighting in self._sightings:
             sighting.finding = self._judge(sighting, axis)
         for proposal in self._proposals:
@@ -162,14 +166,6 @@ class Trial:
         for sighting in self._sightings:
             if self.twins.failed and sighting.finding.reason == NOBODY:
                 sighting.finding = Finding(reason=LOST.format(self.twins.failed))
-
-    def _axis(self) -> int:
-        """The reading of the input under which the fewest calls mix samples."""
-        mixing = [
-            sum([self._judge(s, at).reason == MIXES for s in self._sightings])
-            for at in range(len(self._axes))
-        ]
-        return mixing.index(min(mixing))
 
     def _judge(self, sighting: Sighting, axis: int) -> Finding:
         worlds = slice(axis * self._main, (axis + 1) * self._main)

@@ -1,4 +1,4 @@
-"""Twins: one forward pass, lived several times at once, each time with other inputs.
+"""Twins: one forward pass is computed several times at once, each time with other inputs.
 
 A *world* is the forward pass as it would have been with other inputs for some samples. What differs
 there from the real pass depends on those samples. The model's own code runs only once: below
@@ -331,7 +331,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls += 1
         if self._calls % 32:
             return
-        for at in [at for at, memory in self._memory.items() if _is_gone(memory)]:
+        for at in [at for at, memory in self._memory.items() if memory.ref.expired()]:  # type: ignore[no-untyped-call]
             del self._memory[at]
             self._decided.discard(at)
             self._moved.discard(at)
@@ -371,10 +371,6 @@ def room_for(tensor: Tensor) -> int:
     True
     """
     return torch.cuda.mem_get_info(tensor.device)[0] // 2 if tensor.is_cuda else HOST_BYTES
-
-
-def _is_gone(memory: WorldMemory) -> bool:
-    return bool(memory.ref.expired())  # type: ignore[no-untyped-call]
 
 
 def _key(tensor: Tensor) -> int:

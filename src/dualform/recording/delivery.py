@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dualform.ledger import Background, LedgerWriter
 from dualform.recording.bookkeeping import Bookkeeper, to_host
-from dualform.recording.messages import Findings, Handover, Pages
+from dualform.recording.messages import Findings, Handover
 from dualform.recording.pages import PagePool
 
 HANDOVER_BYTES = 32 << 20
@@ -83,7 +83,8 @@ class Delivery:
             if handover.steps:
                 block, error, findings = self._bookkeeper.book(handover)
                 self._findings.put(findings)
-                give_back = partial(self._give_back, handover.pages)
+                written = [page for _, pages in handover.pages for page in pages]
+                give_back = partial(self._pool.give_back, written)
                 if self._beside:
                     give_back()  # what will be written is a copy
                 if block is not None:
@@ -100,10 +101,6 @@ class Delivery:
             if not moved_on:
                 self._writer.weights(handover.step, weights, handover.mark)
             self._findings.put(Findings(unkept=handover.step if moved_on else 0))
-
-    def _give_back(self, pages: Pages) -> None:
-        for _, written in pages:
-            self._pool.give_back(written)
 
 
 class SideStream:

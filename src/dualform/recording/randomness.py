@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+LIBRARIES = ("builtins", "torch", "numpy", "torchvision", "typing", "abc")
+"""Their classes use only the global random states."""
 MOST_PARTS = 20_000
 """So many objects are looked through for generators; a collection of more than 1,000 is data."""
 Restore: TypeAlias = Callable[[], object]
@@ -116,7 +118,8 @@ def _parts(thing: Any) -> Iterable[Any]:
     if isinstance(thing, list | tuple | set | frozenset):
         return thing if len(thing) <= 1000 else ()
     if isinstance(thing, type):
-        return [] if _is_library(thing.__module__) else list(vars(thing).values())
+        is_library = thing.__module__.split(".")[0] in LIBRARIES
+        return [] if is_library else list(vars(thing).values())
     if isinstance(thing, Tensor | np.ndarray | types.ModuleType):
         return ()
     return [*getattr(thing, "__dict__", {}).values(), *type(thing).__mro__[:-1]]
@@ -127,8 +130,3 @@ def _is_filled(cell: types.CellType) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
-
-
-def _is_library(module: str) -> bool:
-    """Whether a class comes from a library whose functions use only the random states above."""
-    return module.split(".")[0] in ("builtins", "torch", "numpy", "torchvision", "typing", "abc")
