@@ -49,9 +49,11 @@ def added(total: Value, coefficient: Coefficient, value: Value, sign: float = 1.
     if isinstance(value, float) or _is_zero(coefficient):
         return total
     if isinstance(total, float):
-        acts = isinstance(coefficient, Operator)
-        found = coefficient.apply(value) if acts else coefficient * value
-        return found if sign == 1 else found.mul_(sign)
+        if isinstance(coefficient, Operator):
+            total = coefficient.apply(value)
+        else:
+            total = coefficient * value
+        return total if sign == 1 else total.mul_(sign)
     if isinstance(coefficient, Tensor):
         return total.addcmul_(coefficient, value, value=sign)
     if isinstance(coefficient, float):

@@ -33,7 +33,7 @@ from dualform.layers import (
 )
 from dualform.ledger import Stream, Term
 from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
-from dualform.memory.forms import form_named
+from dualform.memory.forms import FORMS
 from dualform.memory.shared import AnySides, SharedSides
 from dualform.memory.views import Region
 from dualform.read.samples_matrix.group_sums import add_segments
@@ -146,7 +146,7 @@ class Gradients:
                 module.scale_grad_by_freq = False  # what it scales is no derivative
         known = dict(self._model.named_parameters())
         self._parameters = {name: known[name].requires_grad_() for name in names}
-        self._find = Finder(self._parameters)
+        self._find, self._kinds = Finder(self._parameters), kinds()
         packing_order(self._model, self._find)
         self._direct: dict[int, set[str]] = {}
         """The parameters whose rows are not their gradients, by how many queries are asked.
@@ -238,7 +238,7 @@ class Gradients:
 
         try:
             with _differentiable():
-                watching = Watching(self._find, kinds(), take)
+                watching = Watching(self._find, self._kinds, take)
                 output = self._asked.output(self._model, queries, watching)
                 value = self._asked.asked_of(output, queries).sum()
             self._backward(value)
@@ -281,7 +281,7 @@ class Gradients:
         x, e = expand(stream, flat[0], flat[1])
         assert e is not None
         for book, term in site.terms.items():
-            sides: AnySides = form_named(term.form).rows(x, e, term.groups, term.at)
+            sides: AnySides = FORMS[term.form].rows(x, e, term.groups, term.at)
             if rows.shared is not None:
                 which = torch.zeros(len(sides), dtype=torch.long, device=x.device)
                 sides = SharedSides(Sides(sides.a, sides.b), rows.shared.detach()[None], which)

@@ -54,8 +54,10 @@ class Asked:
                 "torch.as_tensor(x) makes one of an array."
             )
         self.model = model
-        arguments(x)  # refuses what is no input
-        self._x = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)
+        args = arguments(x)
+        self._x, self._arguments = tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (x, args)
+        )
         self.axis = query_axis(model, self._x)
         """Which dimension of x counts the queries."""
         self.count = int(given.shape[self.axis])
@@ -75,7 +77,7 @@ class Asked:
 
     def output(self, call: Callable[..., Any], queries: Sequence[int], within: Any = None) -> Any:
         """What the model gives for some queries, called within a context if there is one."""
-        args, kwargs = arguments(self.inputs(queries))
+        args, kwargs = select(self._arguments, self.axis, self.count, torch.tensor(queries))
         with nullcontext() if within is None else within:
             return call(*args, **kwargs)
 
