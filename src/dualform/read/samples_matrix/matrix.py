@@ -111,13 +111,15 @@ class SamplesMatrix:
     def _batches(self, books: Sequence[Book]) -> Iterator[list[Columns]]:
         """Parts that are made of the same streams, as many as fit into memory together."""
         batch: list[Columns] = []
+        width = 0
         for part in (part for book in books for part in self._parts(book)):
-            width = sum(p.width for p in (*batch, part))
+            own = part.width
             same = batch and batch[-1].book.terms.keys() == part.book.terms.keys()
-            if batch and not (same and 4 * self.groups * width <= self._memory):
+            if batch and not (same and 4 * self.groups * (width + own) <= self._memory):
                 yield batch
-                batch = []
+                batch, width = [], 0
             batch.append(part)
+            width += own
         if batch:
             yield batch
 
