@@ -44,7 +44,9 @@ def deal(source: Path, path: Path) -> None:
     """
     ledger = Ledger(source)
     start = {"buffers": ledger.starts[0]["buffers"]}
-    zero = LedgerWriter.create(path, ledger.info, ledger.weights(0), start=start, of=RANKS)
+    kept = {step: ledger.kept(step) for step in ledger.kept_steps}
+    first = kept[0].read_all(kept[0].arrays)
+    zero = LedgerWriter.create(path, ledger.info, first, start=start, of=RANKS)
     for rank, writer in enumerate([zero, LedgerWriter.join(path, 1)]):
         table = SampleTable()
         for shard in ledger.shards:
@@ -52,8 +54,8 @@ def deal(source: Path, path: Path) -> None:
             writer.append(ShardBlock(shard.first, shard.last, arrays, streams=list(shard.declared)))
             if rank == 0:
                 writer.flush()
-                if shard.last in ledger.kept_steps:
-                    writer.weights(shard.last, ledger.weights(shard.last), "checkpoint")
+                if (file := kept.get(shard.last)) is not None:
+                    writer.weights(shard.last, file.read_all(file.arrays), "checkpoint")
         writer.close()
 
 

@@ -10,7 +10,7 @@ from dualform.layers.linear import Linear, MatrixProduct, matrix_use
 from dualform.layers.norms import ChannelNorm, LayerNorm
 from dualform.layers.product import BatchedProduct, Bilinear, Einsum
 from dualform.layers.recurrent import Recurrent
-from dualform.layers.rows import expand, inner_products, positions
+from dualform.layers.rows import by_sample, expand, inner_products, positions, sample_major
 from dualform.layers.use import (
     Finder,
     Found,
@@ -28,11 +28,9 @@ from dualform.layers.use import (
 from dualform.layers.watching import (
     Hook,
     Watching,
-    arrangement,
     first_tensor,
     is_scripted,
     packing_order,
-    sample_major,
     shared_labels,
     stream_name,
     tensors_in,
@@ -85,7 +83,7 @@ __all__ = [
     "Site",
     "Use",
     "Watching",
-    "arrangement",
+    "by_sample",
     "expand",
     "first_tensor",
     "inner_products",

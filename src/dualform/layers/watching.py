@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -142,51 +141,6 @@ def tensors_in(given: Any) -> list[Tensor]:
         return []
     parts = given if isinstance(given, tuple | list) else given.values()
     return [tensor for part in parts for tensor in tensors_in(part)]
-
-
-def arrangement(
-    lead: tuple[int, ...], samples: int, axis: int | None, folded: bool, usual: int = 0
-) -> int | None:
-    """How many neighboring rows a shape proposes for each sample; None where it proposes nothing.
-
-    Several positions may be folded into the first dimension, sample by sample (or position by
-    position, where `usual` or `axis` says that samples come second).
-
-    >>> arrangement((8, 5), 8, None, True), arrangement((5, 8), 8, None, True)
-    (5, 1)
-    >>> arrangement((40,), 8, None, True), arrangement((1, 5), 8, None, True)
-    (5, None)
-    """
-    rows = math.prod(lead)
-    if not lead or samples == 0:
-        return rows if samples == 1 else None
-    wanted = usual if axis is None else axis
-    if axis is None and lead[0] == samples and not (usual and len(lead) > 1 and lead[1] == samples):
-        return rows // samples
-    if len(lead) > 1 and lead[1] == samples and (wanted == 1 or lead[0] > 1) and axis != 0:
-        return math.prod(lead[2:])
-    fits = lead[0] % samples == 0 and (folded or lead[0] == samples)
-    if not fits:
-        return None
-    return 1 if wanted == 1 and len(lead) == 1 else rows // samples
-
-
-def sample_major(slots: Tensor, samples: int, stretch: int, dims: int) -> Tensor:
-    """(slots × rows, …): slots whose rows are brought into the order of samples, then flattened.
-
-    `stretch` is how many neighboring rows belong to one sample.
-
-    >>> import torch
-    >>> slots = torch.arange(6).reshape(1, 3, 2, 1)  # one slot: 3 positions, 2 samples
-    >>> sample_major(slots, 2, stretch=1, dims=1).flatten()
-    tensor([0, 2, 4, 1, 3, 5])
-    """
-    cut = slots.ndim - dims
-    rows, width = math.prod(slots.shape[1:cut]), math.prod(slots.shape[cut:])
-    around = rows // max(1, samples * stretch)
-    if around > 1:
-        slots = slots.reshape(len(slots), around, samples, stretch, width).transpose(1, 2)
-    return slots.reshape(len(slots) * rows, width)
 
 
 def stream_name(label: str) -> str:

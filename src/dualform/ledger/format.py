@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ class Book:
     terms: dict[str, Term] = field(default_factory=dict)
     reason: str = ""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many numbers the parameter holds."""
         return math.prod(self.shape)

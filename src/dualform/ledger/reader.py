@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from dualform.errors import CorruptError, LedgerError, UnknownStepError
-from dualform.ledger.format import INITIAL_FILE, RUN_FILE, Book, Declaration, RunInfo, read_info
+from dualform.ledger.format import (
+    BUFFER,
+    INITIAL_FILE,
+    RUN_FILE,
+    STATE,
+    Book,
+    Declaration,
+    RunInfo,
+    read_info,
+)
 from dualform.ledger.ids import Ids
 from dualform.ledger.log import Damage, Head, Logs
 from dualform.ledger.sessions import Commit, Session, Shard, read_sessions
@@ -41,6 +50,8 @@ class Ledger:
         self.session = sessions[-1]
         """The last time that recording went on."""
         self._sessions, gaps = _without_gaps(path, sessions)
+        self.starts: list[dict[str, Any]] = [session.start for session in self._sessions]
+        """What rank 0 noted each time when recording began."""
         self.last_step = self._sessions[-1].reached
         """The last step that every rank has committed."""
         commits = [c for s in self._sessions for own in s.commits.values() for c in own]
@@ -74,11 +85,6 @@ class Ledger:
     def ends_at(self, step: int) -> bool:
         """Whether recording can go on after a step: the shards of every rank end there."""
         return any(session.ends_at(step) for session in self._sessions)
-
-    @property
-    def starts(self) -> list[dict[str, Any]]:
-        """What rank 0 noted each time when recording began."""
-        return [session.start for session in self._sessions]
 
     @property
     def notes(self) -> list[dict[str, Any]]:
@@ -144,7 +150,7 @@ class Ledger:
     def weights(self, step: int) -> dict[str, Tensor]:
         """Every parameter as it was after `step`, exactly as kept."""
         file = self.kept(step)
-        return {name: file.read(name) for name in file.arrays}
+        return file.read_all(n for n in file.arrays if not n.startswith((BUFFER, STATE)))
 
     def kept(self, step: int) -> TensorFile:
         """The file of what was kept of `step`: parameters, and the optimizer's memory of them."""

@@ -197,6 +197,16 @@ class TensorFile:
         self.read_into(buffer, name, [(0, (start, start + (shape[0] if shape else 1)))])
         return buffer
 
+    def read_all(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Some arrays by name, each in memory of its own."""
+        places = {name: self.array(name) for name in names}
+        found = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in places.items()}
+        with open_plain(self.path) as file:
+            for name, array in found.items():
+                file.seek(places[name].offset)
+                self._fill(file, raw(array))
+        return found
+
     def read_into(
         self, rows: Tensor, name: str, spans: Iterable[tuple[int, tuple[int, int]]]
     ) -> None:

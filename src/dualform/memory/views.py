@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class Region:
         """All of a matrix."""
         return cls(slice(0, height), slice(0, width))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """Its height and width."""
         return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.optimizers.options import count, kept
+from dualform.optimizers.options import count
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Step
 
@@ -47,13 +47,13 @@ class AdafactorRule(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and the second moment after it."""
-        step = count(state)
+        step, counted = count(state)
         V, after = _second_moment(hyper, state, gradient, step ** hyper["beta2_decay"])
         P = 1 / V.clamp(min=hyper["eps1"] ** 2).sqrt()
         alpha = max(hyper["eps2"], _rms(W)) * min(hyper["lr"], step**-0.5)
         far = alpha / max(1.0, _rms(P * gradient) / hyper["d"]) * P
         descent = DescentStep.of({**hyper, "decoupled_weight_decay": 1.0})
-        return descent.transition(along_d=far), {**after, "step": kept(step)}
+        return descent.transition(along_d=far), {**after, "step": counted}
 
 
 def _second_moment(hyper: Hyper, state: State, g: Tensor, new: float) -> tuple[Tensor, State]:

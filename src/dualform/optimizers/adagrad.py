@@ -40,8 +40,8 @@ class AdagradRule(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and the sum after it."""
-        descent, step = DescentStep.of(hyper), count(state)
+        descent, (step, counted) = DescentStep.of(hyper), count(state)
         total = state["sum"] + descent.direction(W, gradient) ** 2
         eta = hyper["lr"] / (1 + (step - 1) * hyper["lr_decay"])
-        after = {"step": kept(step), "sum": total}
+        after = {"step": counted, "sum": total}
         return descent.transition(along_d=inverse_root(total, eta, hyper["eps"])), after

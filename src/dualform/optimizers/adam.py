@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dualform.optimizers.options import clock, count, kept
+from dualform.optimizers.options import clock, count
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Pair, Step
 
@@ -65,11 +65,11 @@ class AdamLike(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and `v` after it."""
-        descent, step = DescentStep.of(hyper), count(state)
+        descent, (step, counted) = DescentStep.of(hyper), count(state)
         beta1, beta2 = hyper["beta1"], hyper["beta2"]
         d = descent.direction(W, gradient)
         v = average_square(state.get("exp_avg_sq"), d, beta2)
-        after = {**state, "step": kept(step), "exp_avg_sq": v}
+        after = {**state, "step": counted, "exp_avg_sq": v}
         on_b, on_d = self.along(hyper, step, after)
         return descent.transition(on_b, on_d, keep=beta1, take=1 - beta1), after
 

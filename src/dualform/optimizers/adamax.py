@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualform.optimizers.options import clock, count, kept
+from dualform.optimizers.options import clock, count
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Step
 
@@ -34,9 +34,10 @@ class AdamaxRule(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and `u` after it."""
-        descent, step, beta1 = DescentStep.of(hyper), count(state), hyper["beta1"]
+        descent, (step, counted) = DescentStep.of(hyper), count(state)
+        beta1 = hyper["beta1"]
         size = descent.direction(W, gradient).abs() + hyper["eps"]
         u = torch.maximum(hyper["beta2"] * state.get("exp_inf", torch.zeros_like(size)), size)
         far = hyper["lr"] / float(1 - beta1 ** clock(step, hyper)) / u
-        after = {"step": kept(step), "exp_inf": u}
+        after = {"step": counted, "exp_inf": u}
         return descent.transition(along_b=far, keep=beta1, take=1 - beta1), after

@@ -33,9 +33,9 @@ class ASGDRule(StateRule):
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor
     ) -> tuple[Step, State]:
         """The step, and `h` after it."""
-        lr, lambd, step = hyper["lr"], hyper["lambd"], count(state)
+        lr, lambd, (step, counted) = hyper["lr"], hyper["lambd"], count(state)
         h = float(state.get("eta", rounded(lr, hyper)))
         later = float(rounded(lr / (1 + lambd * lr * step) ** hyper["alpha"], hyper))
         descent = DescentStep.of(hyper)
         shrunk = DescentStep(descent.sign, descent.coupled, 1 - lambd * h)
-        return shrunk.transition(along_d=h), {"step": kept(step), "eta": kept(later)}
+        return shrunk.transition(along_d=h), {"step": counted, "eta": kept(later)}

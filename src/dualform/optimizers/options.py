@@ -11,13 +11,14 @@ from dualform.optimizers.rule import State
 from dualform.optimizers.steps import Hyper
 
 
-def count(state: State) -> float:
-    """Which step this is to the optimizer, counted from 1.
+def count(state: State) -> tuple[float, Tensor]:
+    """Which step this is to the optimizer, counted from 1; as a number, and as a state keeps it.
 
-    >>> count({}), count({"step": torch.tensor(4.0)})
-    (1.0, 5.0)
+    >>> count({}), count({"step": torch.tensor(4.0)})[0]
+    ((1.0, tensor(1., dtype=torch.float64)), 5.0)
     """
-    return float(state.get("step", 0.0)) + 1
+    step = float(state.get("step", 0.0)) + 1
+    return step, kept(step)
 
 
 def kept(number: float) -> Tensor:

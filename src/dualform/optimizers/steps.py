@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dualform.optimizers.operators import Coefficient, Elementwise, Number, Operator, apply
+from dualform.optimizers.operators import Coefficient, Elementwise, Number, Operator
 
 Hyper: TypeAlias = Mapping[str, float]
 """The hyper-parameters of a step, by name."""
@@ -49,13 +49,16 @@ def added(total: Value, coefficient: Coefficient, value: Value, sign: float = 1.
     if isinstance(value, float) or _is_zero(coefficient):
         return total
     if isinstance(total, float):
-        found = apply(coefficient, value)
-        return found if sign == 1 else found.mul_(sign)
+        if isinstance(coefficient, Operator):
+            total = coefficient.apply(value)
+        else:
+            total = coefficient * value
+        return total if sign == 1 else total.mul_(sign)
     if isinstance(coefficient, Tensor):
         return total.addcmul_(coefficient, value, value=sign)
     if isinstance(coefficient, float):
         return total.add_(value, alpha=sign * coefficient)
-    return total.add_(apply(coefficient, value), alpha=sign)
+    return total.add_(coefficient.apply(value), alpha=sign)
 
 
 def times(first: Coefficient, second: Coefficient) -> Coefficient:

@@ -138,10 +138,11 @@ class Accounting:
     @cached_property
     def _hyper(self) -> NDArray[np.float64]:
         """(T, books, fields): the hyper-parameters of each book's group."""
-        parts = [
-            _by_book(shard.file.read("hyper"), shard.file.read("groups").long())
-            for shard in self.ledger.step_shards
-        ]
+        parts = []
+        for shard in self.ledger.step_shards:
+            hyper, groups = shard.file.read_all(("hyper", "groups")).values()
+            own = groups.long().clamp_min(0)  # those of group 0 where a book has no group
+            parts.append(hyper.gather(1, own[:, :, None].expand(-1, -1, hyper.shape[2])))
         fields = len(self.ledger.info.fields)
         empty = torch.zeros(0, len(self._columns), fields, dtype=torch.float64)
         return torch.cat([empty, *parts]).numpy()[: self.until]
@@ -176,7 +177,18 @@ class Accounting:
             yield Span(1, self.until, dict(numbers))
             return
         spans = spans_of(self.ledger, self.until, max((book.size for book in books), default=1))
-        replays = [self._replay(book, spans) for book in books]
+        replays = [
+            Replay(
+                self.reader,
+                self.rule.replayed,
+                book,
+                self.history(book),
+                self.factors(book).tolist(),
+                spans,
+                self.shares,
+            )
+            for book in books
+        ]
         for first, last in reversed(spans):
             found = {r.book.name: StepOperators(r.back(first, last)) for r in replays}
             yield Span(first, last, dict(found))
@@ -220,13 +232,3 @@ class Accounting:
         by_row = self.states(book) == BY_ROW
         steps[1:] = np.where(by_row, self._of(book).steps * self.factors(book), 0.0)
         return torch.from_numpy(steps).to(self.device)
-
-    def _replay(self, book: Book, spans: Sequence[tuple[int, int]]) -> Replay:
-        rule, factors = self.rule.replayed, self.factors(book).tolist()
-        return Replay(self.reader, rule, book, self.history(book), factors, spans, self.shares)
-
-
-def _by_book(hyper: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Each book's own hyper-parameters; those of group 0 stand in where it has no group."""
-    index = groups.clamp_min(0)[:, :, None].expand(-1, -1, hyper.shape[2])
-    return hyper.gather(1, index)

@@ -24,16 +24,14 @@ from dualform.layers import (
     Rows,
     Seen,
     Watching,
-    arrangement,
-    expand,
+    by_sample,
     kinds,
     packing_order,
-    sample_major,
     when_errors_come,
 )
-from dualform.ledger import Stream, Term
+from dualform.ledger import Term
 from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
-from dualform.memory.forms import form_named
+from dualform.memory.forms import FORMS
 from dualform.memory.shared import AnySides, SharedSides
 from dualform.memory.views import Region
 from dualform.read.samples_matrix.group_sums import add_segments
@@ -55,10 +53,10 @@ class GradientPart(NamedTuple):
 
     def total(self, shape: Sequence[int], weights: Tensor) -> Tensor:
         """The sum of all rows, each query's times its weight, as the parameter, in float64."""
+        count = len(self.sides)
+        each = weights.repeat_interleave(count // self.queries).to(self.sides.a.device)
         view, groups = self.term.view, self.term.groups
-        each = weights.repeat_interleave(len(self.sides) // self.queries).to(self.sides.a.device)
-        total = self.sides.total(each, matrix_shape(tuple(shape), view, groups))
-        return from_matrix(total, tuple(shape), view, groups)
+        return self.sides.totals([slice(0, count)], each, tuple(shape), view, groups)[0]
 
     def size(self) -> float:
         """The sum of the rows' sizes, `Σ ‖a‖ ‖b‖`."""
@@ -146,7 +144,7 @@ class Gradients:
                 module.scale_grad_by_freq = False  # what it scales is no derivative
         known = dict(self._model.named_parameters())
         self._parameters = {name: known[name].requires_grad_() for name in names}
-        self._find = Finder(self._parameters)
+        self._find, self._kinds = Finder(self._parameters), kinds()
         packing_order(self._model, self._find)
         self._direct: dict[int, set[str]] = {}
         """The parameters whose rows are not their gradients, by how many queries are asked.
@@ -238,7 +236,7 @@ class Gradients:
 
         try:
             with _differentiable():
-                watching = Watching(self._find, kinds(), take)
+                watching = Watching(self._find, self._kinds, take)
                 output = self._asked.output(self._model, queries, watching)
                 value = self._asked.asked_of(output, queries).sum()
             self._backward(value)
@@ -266,24 +264,13 @@ class Gradients:
 
     def _parts(self, rows: Rows, queries: int) -> Iterable[GradientPart]:
         """A use's rows by query; none where no dimension counts queries."""
-        assert rows.values is not None
-        # A view of a tensor with a history would keep all of that history alive.
-        site, keys, values = rows.site, rows.keys.detach(), rows.values.detach()
-        lead = tuple(keys.shape[: keys.ndim - site.key_dims])
-        usual = self._asked.axis
-        stretch = arrangement(lead, queries, site.axis, site.key_dims > 0, usual)
-        if stretch is None:
+        found = by_sample(rows, queries, self._asked.axis)
+        if found is None:
             return
-        sided = ((keys, site.key_dims), (values, site.value_dims))
-        shapes = [tuple(t.shape[t.ndim - d :]) or (1,) for t, d in sided]
-        stream = Stream(site.label, shapes[0], shapes[1], dict(site.layout))
-        flat = [sample_major(t[None], queries, stretch, d) for t, d in sided]
-        x, e = expand(stream, flat[0], flat[1])
-        assert e is not None
-        for book, term in site.terms.items():
-            sides: AnySides = form_named(term.form).rows(x, e, term.groups, term.at)
+        for book, term in rows.site.terms.items():
+            sides: AnySides = FORMS[term.form].rows(*found, term.groups, term.at)
             if rows.shared is not None:
-                which = torch.zeros(len(sides), dtype=torch.long, device=x.device)
+                which = torch.zeros(len(sides), dtype=torch.long, device=sides.a.device)
                 sides = SharedSides(Sides(sides.a, sides.b), rows.shared.detach()[None], which)
             yield GradientPart(book, term, sides, queries)
 

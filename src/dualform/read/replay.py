@@ -122,14 +122,12 @@ class Replay:
 def kept_moment(reader: RowReader, rule: StateRule, book: Book, step: int) -> Moment:
     """A book after a kept step, in float64; the buffer is zero where there was none."""
     file, name = reader.ledger.kept(step), book.name
-    state = {part: f"{STATE}{part}:{name}" for part in rule.state}
-
-    def wide(entry: str) -> Tensor:
-        return file.read(entry).to(reader.device, torch.float64)
-
-    W = wide(name)
-    b = wide(BUFFER + name) if BUFFER + name in file else torch.zeros_like(W)
-    return Moment(W, b, {part: wide(entry) for part, entry in state.items() if entry in file})
+    entries = {part: f"{STATE}{part}:{name}" for part in rule.state}
+    known = [entry for entry in (BUFFER + name, *entries.values()) if entry in file.arrays]
+    kept = file.read_all([name, *known])
+    wide = {entry: array.to(reader.device, torch.float64) for entry, array in kept.items()}
+    state = {part: wide[entry] for part, entry in entries.items() if entry in wide}
+    return Moment(wide[name], wide.get(BUFFER + name, torch.zeros_like(wide[name])), state)
 
 
 def replayed_gradients(

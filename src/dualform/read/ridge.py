@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.ledger import Book
-from dualform.read.samples_matrix.columns import Columns
+from dualform.read.samples_matrix.columns import Columns, longest
 from dualform.read.samples_matrix.grams import bands, line_grams
 from dualform.read.samples_matrix.matrix import Matrix
 from dualform.read.samples_matrix.sparse import SparseLines
@@ -198,7 +198,7 @@ class Lines:
         sums = _Sums()
         large = [book for book in matrix.books if self._is_large(matrix, book)]
         for columns in matrix.columns([book for book in matrix.books if book not in large]):
-            asked = columns.lines(columns.of(directions[columns.book.name]))
+            asked = columns.lines_of(directions[columns.book.name])
             C = columns.lines(columns.values)
             sparse = SparseLines.of(C) if self._exact(C) else None
             damped = self._damped(self._ridges(columns, C, sparse), damping, sums)
@@ -206,7 +206,7 @@ class Lines:
         solved: list[tuple[Columns, Tensor]] = []
         for band in bands([matrix.whole(book) for book in large]):
             for part, ridges in self._band_ridges(matrix, band):
-                asked = part.lines(part.of(directions[part.book.name]))
+                asked = part.lines_of(directions[part.book.name])
                 _solve_lines(asked, self._damped(ridges, damping, sums))
                 solved.append((part, asked))
         if solved:
@@ -217,9 +217,10 @@ class Lines:
 
     def _is_large(self, matrix: Matrix, book: Book) -> bool:
         """Whether its lines are inverted through their own side, some samples at a time."""
-        side = max(matrix.whole(book).region.shape)
-        exact = matrix.groups >= side and rank_of(side, self._rank) >= side
-        return exact and matrix.is_large(book)
+        if not matrix.is_large(book):
+            return False
+        side = longest(book)
+        return matrix.groups >= side and rank_of(side, self._rank) >= side
 
     def _damped(self, ridges: Iterable[Ridge], damping: float, sums: _Sums) -> Iterable[Damped]:
         """The lines, damped one at a time; what they leave is noted where it is not known yet."""
@@ -234,7 +235,7 @@ class Lines:
         made = zip(missing, line_grams(matrix, missing) if missing else (), strict=True)
         found = {part.key: [exact_ridge(K, matrix.groups) for K in grams] for part, grams in made}
         for part in band:
-            known = self._known.get(part.key) or self._keep(part, found[part.key])
+            known = self._known.get(part.key) or self._keep(part.key, found[part.key])
             yield part, known
 
     def _exact(self, C: Tensor) -> bool:
@@ -243,13 +244,14 @@ class Lines:
 
     def _ridges(self, columns: Columns, C: Tensor, sparse: SparseLines | None) -> list[Ridge]:
         """One for each line; known ones are not made again."""
-        return self._known.get(columns.key) or self._keep(columns, self._made(C, sparse))
+        key = columns.key
+        return self._known.get(key) or self._keep(key, self._made(C, sparse))
 
-    def _keep(self, part: Columns, ridges: list[Ridge]) -> list[Ridge]:
+    def _keep(self, key: tuple[str, int, int], ridges: list[Ridge]) -> list[Ridge]:
         """Keeps the lines for the next queries, if there is room."""
         size = sum(r.M.nbytes + (0 if r.Q is None else r.Q.nbytes) for r in ridges)
         if self._bytes + size <= KEPT_BYTES:
-            self._known[part.key], self._bytes = ridges, self._bytes + size
+            self._known[key], self._bytes = ridges, self._bytes + size
         return ridges
 
     def _made(self, C: Tensor, sparse: SparseLines | None) -> list[Ridge]:

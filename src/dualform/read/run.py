@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dualform.errors import ReadingError, UnknownSampleError, UnknownStepError
 from dualform.ledger import Ledger, Samples
-from dualform.ledger.format import BUFFER, STATE, RunInfo
+from dualform.ledger.format import RunInfo
 from dualform.ledger.samples import SampleId, plain_list
 from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting
@@ -336,8 +336,7 @@ class Run(Displayed):
     def _weights(self) -> dict[str, Tensor]:
         """Parameters and buffers after this step; what was not kept is added up."""
         kept = max(self.kept_steps)
-        kept_now = self._ledger.weights(kept).items()
-        weights = {name: w for name, w in kept_now if not name.startswith((BUFFER, STATE))}
+        weights = self._ledger.weights(kept)
         if kept != self.steps or self._shares:
             books = reconstruct(self._accounting)
             weights.update({name: book.to(weights[name].dtype) for name, book in books.items()})

@@ -27,12 +27,12 @@ class RowColumns:
     """Step, sample and position of each record of a stream in one shard; from its segments."""
 
     def __init__(self, shard: ShardRange, stream: Stream) -> None:
-        file = shard.shard.file
-        numbers, sizes = file.read("batches").unbind(1)
+        names = ("batches", f"{stream.name}/segments")
+        table, self._segments = shard.shard.file.read_all(names).values()
+        numbers, sizes = table.unbind(1)
         batches, order = numbers.sort()
         begins = sizes.cumsum(0) - sizes
         self._shard = shard
-        self._segments = file.read(f"{stream.name}/segments")
         at = order[torch.searchsorted(batches, self._segments[:, 1].contiguous())]
         self._begins, self._sizes = begins[at], sizes[at]
         self._counts = self._sizes * self._segments[:, 2]

@@ -54,11 +54,14 @@ class Asked:
                 "torch.as_tensor(x) makes one of an array."
             )
         self.model = model
-        arguments(x)  # refuses what is no input
-        self._x = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, x)
+        args = arguments(x)
+        self._x, self._arguments = tree_map(
+            lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (x, args)
+        )
         self.axis = query_axis(model, self._x)
         """Which dimension of x counts the queries."""
         self.count = int(given.shape[self.axis])
+        self._chosen: tuple[list[int], Any] = ([], ((), {}))
         self._together = TOGETHER
         self._target, self._labels, asked = self._read(target)
         self.names = [f"{query}: {words}" for query, words in enumerate(asked)]
@@ -75,7 +78,10 @@ class Asked:
 
     def output(self, call: Callable[..., Any], queries: Sequence[int], within: Any = None) -> Any:
         """What the model gives for some queries, called within a context if there is one."""
-        args, kwargs = arguments(self.inputs(queries))
+        if self._chosen[0] != list(queries):  # a path asks the same at each of its points
+            chosen = select(self._arguments, self.axis, self.count, torch.tensor(queries))
+            self._chosen = (list(queries), chosen)
+        args, kwargs = self._chosen[1]
         with nullcontext() if within is None else within:
             return call(*args, **kwargs)
 

@@ -29,9 +29,13 @@ class Columns:
 
     def of(self, directions: Tensor) -> Tensor:
         """(directions, columns): the same part of directions (directions, *shape of the book)."""
+        return self.lines_of(directions).flatten(1)
+
+    def lines_of(self, directions: Tensor) -> Tensor:
+        """(directions, lines, side): the same, line by line."""
         part = self.part(self.matrices(directions)).to(self.values)
         scale = self.lines(self.scale) if isinstance(self.scale, Tensor) else self.scale
-        return torch.mul(part, scale, out=part.new_empty(part.shape)).flatten(1)
+        return torch.mul(part, scale, out=part.new_empty(part.shape))
 
     def back(self, lines: Tensor) -> Tensor:
         """(directions, *shape of the book): `lines` where the columns are, and 0 elsewhere.
@@ -47,7 +51,7 @@ class Columns:
 
     def part(self, matrices: Tensor) -> Tensor:
         """(…, lines, side): the same part of whole matrices (…, height, width)."""
-        part = self.region.of(matrices)
+        part = matrices[..., self.region.rows, self.region.columns]
         return part.mT if self.tall else part
 
     def dense(self) -> Tensor:

@@ -56,6 +56,8 @@ class SamplesMatrix:
         memory: int | None = None,
     ) -> None:
         self._accounting, self._grouping = accounting, grouping
+        self.groups = grouping.count
+        """How many rows the matrix has."""
         self._memory = COLUMN_BYTES if memory is None else memory
         self._scratch = Scratch()
         self._replayed: tuple[str, list[Span]] = ("", [])
@@ -63,11 +65,6 @@ class SamplesMatrix:
         if weights is None and accounting.rule.by_numbers:
             weights = StepWeights({book.name: accounting.numbers(book) for book in self.books})
         self._weights = weights
-
-    @property
-    def groups(self) -> int:
-        """How many rows the matrix has."""
-        return self._grouping.count
 
     def columns(self, books: Sequence[Book] | None = None) -> Iterator[Columns]:
         """All columns (of some books), some at a time; each is valid until the next."""
@@ -114,13 +111,15 @@ class SamplesMatrix:
     def _batches(self, books: Sequence[Book]) -> Iterator[list[Columns]]:
         """Parts that are made of the same streams, as many as fit into memory together."""
         batch: list[Columns] = []
+        width = 0
         for part in (part for book in books for part in self._parts(book)):
-            width = sum(p.width for p in (*batch, part))
+            own = part.width
             same = batch and batch[-1].book.terms.keys() == part.book.terms.keys()
-            if batch and not (same and 4 * self.groups * width <= self._memory):
+            if batch and not (same and 4 * self.groups * (width + own) <= self._memory):
                 yield batch
-                batch = []
+                batch, width = [], 0
             batch.append(part)
+            width += own
         if batch:
             yield batch
 

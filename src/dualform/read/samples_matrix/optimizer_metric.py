@@ -15,6 +15,7 @@ from torch import Tensor
 from dualform.ledger import Book
 from dualform.optimizers import (
     BY_ROW,
+    History,
     Operator,
     as_operator,
     times,
@@ -22,7 +23,7 @@ from dualform.optimizers import (
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import row_sums
 from dualform.read.grouping import Grouping
-from dualform.read.replay import Moment, kept_moment
+from dualform.read.replay import kept_moment
 from dualform.read.samples_matrix.columns import Columns
 from dualform.read.samples_matrix.cost import work_of
 from dualform.read.samples_matrix.folds import StepWeights
@@ -129,21 +130,26 @@ class OptimizerMetric:
 
     def _rates(self, book: Book) -> Tensor:
         """(T,): the rate and the factor of each step's rows."""
-        by_row = torch.from_numpy(self._accounting.states(book) == BY_ROW)
         history = self._accounting.history(book)
+        by_row = torch.from_numpy(history.states == BY_ROW)
         rates = torch.from_numpy(history.hyper[:, history.fields.index("lr")])
         return torch.where(by_row, rates * torch.from_numpy(self._accounting.factors(book)), 0.0)
 
     def _size(self, book: Book) -> Tensor | None:
         """h, one for each element, or None where a step turns gradients."""
         if book.name not in self._sizes:
-            self._sizes[book.name] = self._found(book)
+            self._sizes[book.name] = self._remembered(book)
         return self._sizes[book.name]
 
-    def _found(self, book: Book) -> Tensor | None:
+    def _remembered(self, book: Book) -> Tensor | None:
+        """h as the optimizer's memory says, at some of the steps at which it was kept."""
+        accounting = self._accounting
+        history, until = accounting.history(book), accounting.until
+        kept = [step for step in accounting.ledger.kept_steps if 0 < step <= until]
+        by_row = [step for step in kept if history.states[step - 1] == BY_ROW]
         inverse = []
-        for step in self._looked_at(book):
-            moved = self._move(book, step).diagonal(book.shape)
+        for step in by_row[:: -max(1, -(-len(by_row) // MOMENTS))]:  # the last among them
+            moved = self._move(book, history, step).diagonal(book.shape)
             if moved is None:
                 return None
             inverse.append(moved.square().reciprocal().expand(book.shape))
@@ -151,21 +157,12 @@ class OptimizerMetric:
             return torch.stack(inverse).mean(0).rsqrt().clamp_min_(SMALLEST)
         return self._measured(book)
 
-    def _looked_at(self, book: Book) -> list[int]:
-        """Some of the steps at which the optimizer's memory was kept, the last among them."""
-        states, until = self._accounting.states(book), self._accounting.until
-        kept = [step for step in self._accounting.ledger.kept_steps if 0 < step <= until]
-        by_row = [step for step in kept if states[step - 1] == BY_ROW]
-        return by_row[:: -max(1, -(-len(by_row) // MOMENTS))]
-
-    def _move(self, book: Book, step: int) -> Operator:
+    def _move(self, book: Book, history: History, step: int) -> Operator:
         """How far one more gradient would move a parameter, relative to the rate: h by then."""
-        accounting = self._accounting
-        rule = accounting.rule.replayed
-        hyper = accounting.history(book).at(step, rule.fields)
-        at: Moment = kept_moment(accounting.reader, rule, book, step)
-        nothing = torch.zeros_like(at.W)
-        transition, _ = rule.transition(hyper, at.state, at.W, at.b, nothing)
+        rule = self._accounting.rule.replayed
+        hyper = history.at(step, rule.fields)
+        W, b, state = kept_moment(self._accounting.reader, rule, book, step)
+        transition, _ = rule.transition(hyper, state, W, b, torch.zeros_like(W))
         return as_operator(times(transition.in_the_end(), 1 / (hyper["lr"] or 1.0)))
 
     def _measured(self, book: Book) -> Tensor | None:

@@ -81,6 +81,9 @@ class Visits:
         self._shards = [shard.shard for shard in held]
         self._codec = _common_codec([shard.codec(stream.name) for shard in self._shards])
         """How records are held once they are gathered."""
+        self._arrays = self._codec.arrays(*widths(stream))
+        columns = self._arrays.values()
+        self._record_bytes = sum(column.width * column.dtype.itemsize for column in columns)
         parts = [RowColumns(s, stream).visits(s.first, s.last) for s in held]
         counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
         self._file = torch.arange(len(parts)).repeat_interleave(counts)
@@ -110,7 +113,7 @@ class Visits:
     @cached_property
     def cached(self) -> int:
         """How many of them are made rows at a time."""
-        columns = self._codec.arrays(*widths(self.stream)).items()
+        columns = self._arrays.items()
         record = {
             name: torch.zeros(1, column.width, dtype=column.dtype) for name, column in columns
         }
@@ -123,13 +126,9 @@ class Visits:
     def _longest(self) -> int:
         return int(self.records.max()) if len(self) else 1
 
-    @property
-    def _record_bytes(self) -> int:
-        return self._codec.bytes_per_row(*widths(self.stream))
-
     def load(self, chosen: Tensor, with_keys: bool = True) -> dict[str, Tensor]:
         """The arrays of some visits' records, one visit after the other; keys only if needed."""
-        arrays = self._codec.arrays(*widths(self.stream))
+        arrays = self._arrays
         if not (with_keys or self.stream.layout):
             arrays = {name: arrays[name] for name in self._codec.value_arrays}
         count = int(self.records[chosen].sum())
