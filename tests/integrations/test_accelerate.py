@@ -187,13 +187,13 @@ def test_wrappers_are_refused(tmp_path: Path) -> None:
 BREAKS_OFF = """
 import sys, torch
 from pathlib import Path
-from dualform.integrations.session import Session
+from dualform.integrations.session import RecordingSession
 
 class Owner: pass
 torch.set_default_dtype(torch.float64)
 owner, model = Owner(), torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-session = Session(owner, model, optimizer, Path(sys.argv[1]))
+session = RecordingSession(owner, model, optimizer, Path(sys.argv[1]))
 for _ in range(4):
     model(torch.randn(2, 3)).square().mean().backward()
     optimizer.step()

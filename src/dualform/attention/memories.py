@@ -67,7 +67,7 @@ def memory(kind: str | Primal | Layer, k: Tensor, v: Tensor, **options: Any) -> 
     >>> q, k, v = torch.randn(3, 2, 5, 4).unbind()
     >>> context = memory("linear", k, v)
     >>> context.primal()
-    Primal(W=(2, 4, 4), kernel=EluPlusOne(normalized=True))
+    PrimalMemory(W=(2, 4, 4), kernel=EluPlusOne(normalized=True))
     >>> from dualform import attention
     >>> torch.allclose(context.read(q), attention.linear(q, k, v), atol=1e-5)
     True

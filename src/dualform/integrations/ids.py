@@ -103,7 +103,7 @@ class Collate:
     """A collate function that packs the ids with the batch.
 
     >>> Collate(sum, Carried)(Fetched([4, 5], [1, 2]))
-    Carried(batch=3, ids=Ids(values=[4, 5]))
+    Carried(batch=3, ids=LoaderIds(values=[4, 5]))
     """
 
     def __init__(self, collate: Callable[[Any], Any], pack: Pack) -> None:
@@ -155,7 +155,7 @@ def carry_in_place(loader: object, pack: Pack) -> Callable[[], None]:
     >>> loader = DataLoader([10, 20], batch_size=2, collate_fn=sum)
     >>> undo = carry_in_place(loader, Carried)
     >>> list(loader), undo(), list(loader)
-    ([Carried(batch=30, ids=Ids(values=[0, 1]))], None, [30])
+    ([Carried(batch=30, ids=LoaderIds(values=[0, 1]))], None, [30])
     """
     check_loader(loader)
     attributes = vars(_base(loader))

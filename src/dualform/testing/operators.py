@@ -166,7 +166,7 @@ def questions(height: int, width: int) -> list[Functional | BilinearFunctional]:
     """About single rows of a matrix, of rank one, and dense.
 
     >>> [type(question).__name__ for question in questions(3, 2)]
-    ['Functional', 'Functional', 'Bilinear']
+    ['Functional', 'Functional', 'BilinearFunctional']
     """
     b = torch.randn(3, width, dtype=torch.float64)
     units = Functional(torch.randint(height, (3,)), b)
