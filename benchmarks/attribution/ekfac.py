@@ -21,7 +21,7 @@ from dualform.read import Run
 from dualform.read.contributions import Source
 from dualform.read.engine import ShardRange
 from dualform.read.explain import ends, query_batches
-from dualform.read.grouping import Grouping
+from dualform.read.grouping import BySample
 from dualform.read.influence import gradients_at
 from dualform.read.samples_matrix.matrix import SamplesMatrix
 from dualform.read.scan import chunks, row_sides
@@ -40,7 +40,7 @@ def ekfac(run: Run, model: nn.Module, x: Any, target: Target, damping: float = 0
         damping: in units of the mean of the diagonal, book by book.
     """
     source, asked = run.source, Asked(model, x, target)
-    matrix = SamplesMatrix(source.accounting, Grouping.by_sample(source.numbers)).of_last_visits()
+    matrix = SamplesMatrix(source.accounting, BySample(source.numbers)).of_last_visits()
     bases = {book.name: eigenbases(source, book) for book in matrix.books}
     _, point = ends(model, source)
     parts = [

@@ -22,7 +22,7 @@ from dualform.read import explain, path, targets
 from dualform.read.contributions import row_sums
 from dualform.read.explain import Explanation
 from dualform.read.gradients import Gradients
-from dualform.read.grouping import Grouping
+from dualform.read.grouping import ByPosition, BySample, ByStep, Grouping
 from dualform.read.samples_matrix.matrix import SamplesMatrix, times
 from dualform.read.targets import Asked
 from dualform.read.weights import reconstruct, row_parts
@@ -198,9 +198,9 @@ def test_queries_do_not_depend_on_each_other(
 def test_columns_in_small_memory(optimizer: str, by: str, recorded: Make) -> None:
     made = recorded(optimizer)
     groupings = {
-        "sample": Grouping.by_sample(made.run.source.numbers),
-        "step": Grouping.by_step(made.run.steps),
-        "position": Grouping.by_position(made.run.source.numbers, 1),
+        "sample": BySample(made.run.source.numbers),
+        "step": ByStep(made.run.steps),
+        "position": ByPosition(made.run.source.numbers, 1),
     }
     assert_columns(made, groupings[by])
 
@@ -211,7 +211,7 @@ def test_columns_of_books_with_several_streams(
     case: str, optimizer: str, recorded_case: Make
 ) -> None:
     made = recorded_case(case, optimizer)
-    assert_columns(made, Grouping.by_sample(made.run.source.numbers))
+    assert_columns(made, BySample(made.run.source.numbers))
 
 
 @pytest.mark.parametrize("optimizer", MANY)
@@ -229,7 +229,7 @@ def test_row_by_row_for_books_with_several_streams(
 
 def assert_row_by_row(made: Any) -> None:
     """`⟨D, H (a ⊗ b)⟩` summed over a sample's rows is `⟨D, C⟩`, for any direction D."""
-    source, grouping = made.run.source, Grouping.by_sample(made.run.source.numbers)
+    source, grouping = made.run.source, BySample(made.run.source.numbers)
     generator = torch.Generator().manual_seed(3)
     directions = {
         book.name: torch.randn(2, *book.shape, generator=generator) for book in made.run.info.books

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import dualform
 from dualform.read import explain
-from dualform.read.grouping import Grouping
+from dualform.read.grouping import BySample, ByStep
 from dualform.read.samples_matrix import grams, matrix
 from dualform.read.samples_matrix import optimizer_metric as natural
 from dualform.read.samples_matrix.cost import Cost, Work, work_of
@@ -103,7 +103,7 @@ def test_influence_through_every_kind_of_book(
 def test_products_of_some_groups_at_a_time(by: str, case: str, recorded_case: Make) -> None:
     made = recorded_case(case, "SGD, Nesterov")
     source, generator = made.run.source, torch.Generator().manual_seed(3)
-    groupings = {"sample": Grouping.by_sample(source.numbers), "step": Grouping.by_step(9)}
+    groupings = {"sample": BySample(source.numbers), "step": ByStep(9)}
     directions = {
         book.name: torch.randn(2, *book.shape, generator=generator) for book in made.run.info.books
     }
@@ -195,14 +195,14 @@ def test_the_work_of_a_run(recorded: Make) -> None:
     made = recorded("SGD, Nesterov")
     source = made.run.source
     books = [book for book in made.run.info.books if book.terms]
-    work = work_of(source.accounting, Grouping.by_sample(source.numbers), books)
+    work = work_of(source.accounting, BySample(source.numbers), books)
     rows = made.run._ledger.shards
     count = sum(shard.file.rows("0/keys") for shard in rows)
     assert work.products == count * (24 + 6 + 18 + 3)
     assert work.row_bytes == 4 * count * (4 + 6 + 6 + 3)
     assert (work.parameters, work.groups, work.steps, work.scans) == (51, 10, 0, 1.0)
     adaptive = recorded("AdamW, amsgrad").run.source.accounting
-    assert work_of(adaptive, Grouping.by_sample(source.numbers), books).steps == adaptive.until
+    assert work_of(adaptive, BySample(source.numbers), books).steps == adaptive.until
 
 
 def test_natural_contributions_choose_too(

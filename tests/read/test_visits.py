@@ -17,7 +17,7 @@ from dualform.ledger import Declaration, Ledger, Records, RunInfo, Stream
 from dualform.ledger.codecs import Exact
 from dualform.ledger.writer import LedgerWriter, ShardBlock
 from dualform.read.engine import ShardRange
-from dualform.read.grouping import Grouping
+from dualform.read.grouping import BySample
 from dualform.read.samples_matrix import visits as read
 from dualform.read.samples_matrix.matrix import SamplesMatrix
 from dualform.read.samples_matrix.sparse import SparseLines
@@ -111,7 +111,7 @@ def test_until_a_step(tmp_path: Path) -> None:
 def test_one_visit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What samples add does not depend on how many visits are held at once."""
     run, _, _ = tiny_run()
-    grouping = Grouping.by_sample(run.source.numbers)
+    grouping = BySample(run.source.numbers)
 
     def columns() -> list[Tensor]:
         matrix = SamplesMatrix(run.source.accounting, grouping)

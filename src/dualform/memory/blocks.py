@@ -10,6 +10,7 @@ output's unit and β the layer's input. So a row's answer is `(α·a)(b·β)`, f
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -130,8 +131,32 @@ def by_group(rows: Tensor, groups: int) -> Tensor:
     return rows.reshape(len(rows), groups, rows.shape[1] // groups, *rows.shape[2:])
 
 
+class RowBlocks(ABC):
+    """Rows, each of which adds a block to a matrix."""
+
+    @abstractmethod
+    def __getitem__(self, rows: slice | Tensor) -> RowBlocks: ...
+
+    @abstractmethod
+    def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The sum of all blocks, each times its coefficient, as a float64 matrix of this shape."""
+
+    def totals(
+        self,
+        parts: Sequence[slice],
+        coefficients: Tensor,
+        shape: tuple[int, ...],
+        view: str,
+        groups: int = 1,
+    ) -> list[Tensor]:
+        """The total of each of some parts of the rows, as parameters of this shape."""
+        size = matrix_shape(shape, view, groups)
+        found = [self[part].total(coefficients[part], size) for part in parts]
+        return [from_matrix(matrix, shape, view, groups) for matrix in found]
+
+
 @dataclass(frozen=True)
-class Sides:
+class Sides(RowBlocks):
     """Rows as blocks `a ⊗ b`; the blocks begin at `at`.
 
     `a` is (rows, height), or (rows,) integers that each name one row of the matrix.
@@ -161,19 +186,6 @@ class Sides:
     def answers(self, question: Functional | BilinearFunctional) -> Tensor:
         """(rows, questions): the answer of each row to each question."""
         return question.of(self)
-
-    def totals(
-        self,
-        parts: Sequence[slice],
-        coefficients: Tensor,
-        shape: tuple[int, ...],
-        view: str,
-        groups: int = 1,
-    ) -> list[Tensor]:
-        """`Σ c a ⊗ b` over each of some parts of the rows, as parameters of this shape."""
-        size = matrix_shape(shape, view, groups)
-        found = [self[part].total(coefficients[part], size) for part in parts]
-        return [from_matrix(matrix, shape, view, groups) for matrix in found]
 
     def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`Σ c a ⊗ b` over the rows, as a float64 matrix of this shape."""

@@ -7,7 +7,7 @@ layer have the same matrix. A block of width 1 is repeated along the matrix firs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,14 +18,13 @@ from dualform.memory.blocks import (
     BETWEEN,
     BilinearFunctional,
     Functional,
+    RowBlocks,
     Sides,
-    from_matrix,
-    matrix_shape,
 )
 
 
 @dataclass(frozen=True)
-class SharedSides:
+class SharedSides(RowBlocks):
     """Rows `M ∘ (a ⊗ b)`: some rank-one rows, and the matrix of each.
 
     `matrices` is (count, height, width), with a height of 1 where all lines of M are the same.
@@ -72,19 +71,6 @@ class SharedSides:
     def narrow(self) -> bool:
         """Whether the rank-one blocks have a single column, to be repeated."""
         return self.b is None or self.b.shape[-1] == 1
-
-    def totals(
-        self,
-        parts: Sequence[slice],
-        coefficients: Tensor,
-        shape: tuple[int, ...],
-        view: str,
-        groups: int = 1,
-    ) -> list[Tensor]:
-        """The total of each of some parts of the rows, as parameters of this shape."""
-        size = matrix_shape(shape, view, groups)
-        found = [self[part].total(coefficients[part], size) for part in parts]
-        return [from_matrix(matrix, shape, view, groups) for matrix in found]
 
     def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`Σ c M ∘ (a ⊗ b)` over the rows, as a float64 matrix of this shape."""

@@ -210,7 +210,8 @@ def row_sums(
 
     >>> from dualform.testing import tiny_run
     >>> run, model, x = tiny_run()
-    >>> accounting, grouping = run.source.accounting, Grouping.by_step(run.steps)
+    >>> from dualform.read.grouping import ByStep
+    >>> accounting, grouping = run.source.accounting, ByStep(run.steps)
     >>> directions = {name: weight[None] for name, weight in run.state_dict().items()}
     >>> row_sums(accounting, directions, grouping)["2.bias"].shape
     (7, 1)

@@ -19,7 +19,7 @@ from dualform.errors import ReadingError
 from dualform.ledger import Book
 from dualform.ledger.samples import SampleId
 from dualform.read.contributions import Source, row_sums
-from dualform.read.grouping import Grouping
+from dualform.read.grouping import ByPosition, BySample, ByStep, Grouping
 from dualform.read.path import LineGradients, along_line
 from dualform.read.samples_matrix.cost import work_of
 from dualform.read.samples_matrix.matrix import SamplesMatrix, times
@@ -145,7 +145,7 @@ class Explanation(Scores):
     def timeline(self, by: str = "step") -> Timeline:
         """Contributions summed by "step" or by "epoch"."""
         until = self._source.until
-        steps = self.sums(Grouping.by_step(until))[1:]
+        steps = self.sums(ByStep(until))[1:]
         return make_timeline(self._source.reader, steps, by, self.queries, self.check)
 
     def sums(self, grouping: Grouping, layer: str | None = None) -> Array:
@@ -160,7 +160,7 @@ class Explanation(Scores):
 
     def layer(self, name: str) -> Scores:
         """The samples' contributions through one layer's parameters only."""
-        values = self.sums(Grouping.by_sample(self._source.numbers), name)
+        values = self.sums(BySample(self._source.numbers), name)
         return Scores(self.ids, values, self.queries, None, self.labels, f"contributions of {name}")
 
     def positions(self, name: str) -> Scores:
@@ -168,7 +168,7 @@ class Explanation(Scores):
         source = self._source
         streams = {stream for book in self._books_of(name) for stream in book.terms}
         most = max(places(source.ledger, source.ledger.info.stream(stream)) for stream in streams)
-        values = self.sums(Grouping.by_position(source.numbers, most), name)
+        values = self.sums(ByPosition(source.numbers, most), name)
         ids: list[SampleId] = [f"{sample}[{at}]" for sample in self.ids for at in range(most)]
         own = [self.labels.get(sample) for sample in self.ids for _ in range(most)]
         labels = {name: label for name, label in zip(ids, own, strict=True) if label is not None}
@@ -256,7 +256,7 @@ def ends(model: nn.Module, source: Source) -> tuple[dict[str, Tensor], dict[str,
 
 def _explained(asked: Questions) -> Explanation:
     source = asked.source
-    by_sample = Grouping.by_sample(source.numbers)
+    by_sample = BySample(source.numbers)
     sums = asked.sums(by_sample)
     values = asked.total(sums, by_sample)
     return Explanation(

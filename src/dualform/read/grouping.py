@@ -14,7 +14,7 @@ from dualform.read.scan import Chunk
 class Grouping(ABC):
     """Gives each row the number of its group; plain data, so that it can be sent anywhere.
 
-    >>> Grouping.by_step(3).of(torch.tensor([1, 1, 3]), torch.zeros(3), torch.zeros(3))
+    >>> ByStep(3).of(torch.tensor([1, 1, 3]), torch.zeros(3), torch.zeros(3))
     tensor([1, 1, 3])
     """
 
@@ -34,21 +34,6 @@ class Grouping(ABC):
         """The group of each row of a chunk, where the chunk is."""
         columns = (c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions))
         return self.of(*columns).to(chunk.keys.device)
-
-    @staticmethod
-    def by_sample(numbers: Tensor) -> Grouping:
-        """One group for each of the samples, in the order of their stored ids."""
-        return BySample(numbers)
-
-    @staticmethod
-    def by_step(until: int) -> Grouping:
-        """One group for each step, by its number."""
-        return ByStep(until)
-
-    @staticmethod
-    def by_position(numbers: Tensor, most: int) -> Grouping:
-        """One group for each position of each sample; a sample has at most so many."""
-        return ByPosition(numbers, most)
 
 
 @dataclass(frozen=True)

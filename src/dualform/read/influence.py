@@ -21,7 +21,7 @@ from dualform.errors import ReadingError, UnknownSampleError
 from dualform.read.contributions import Source
 from dualform.read.explain import ends, query_batches
 from dualform.read.gradients import Gradients
-from dualform.read.grouping import Grouping
+from dualform.read.grouping import BySample
 from dualform.read.path import trapezoid
 from dualform.read.ridge import Lines, check_memory
 from dualform.read.samples_matrix.columns import longest
@@ -155,7 +155,7 @@ class Influencer:
 
     @cached_property
     def _metric(self) -> OptimizerMetric:
-        return OptimizerMetric(self._source.accounting, Grouping.by_sample(self._source.numbers))
+        return OptimizerMetric(self._source.accounting, BySample(self._source.numbers))
 
     def _fisher(self, call: InfluenceCall) -> Tensor:
         matrix = self._matrix().of_last_visits()
@@ -191,7 +191,7 @@ class Influencer:
         return gradients_at(call.asked, last, call.queries)
 
     def _matrix(self, weights: StepWeights | None = None) -> SamplesMatrix:
-        grouping = Grouping.by_sample(self._source.numbers)
+        grouping = BySample(self._source.numbers)
         return SamplesMatrix(self._source.accounting, grouping, None, weights)
 
 

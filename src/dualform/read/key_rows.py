@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,10 +10,7 @@ from torch import Tensor
 from dualform.ledger import Stream
 from dualform.read.engine import Fold, ShardRange
 from dualform.read.grouping import Grouping
-from dualform.read.scan import chunks
-
-Loaded: TypeAlias = list[tuple[Tensor, Tensor]]
-"""Keys and values of some rows after others."""
+from dualform.read.scan import Chunk, CollectedRows, chunks
 
 
 @dataclass(frozen=True)
@@ -56,30 +52,13 @@ class KeySimilarity(Fold[Tensor]):
 
 
 @dataclass(frozen=True)
-class StoredRows(Fold[Loaded]):
-    """All rows in memory, values times the coefficients of their steps; stream by stream."""
+class StoredRows(CollectedRows):
+    """Keys of all rows, and values times the coefficients of their steps."""
 
-    stream: Stream
     numbers: Tensor
     """(T + 1,): the coefficient of a row by its step's number."""
-    device: torch.device | str = "cpu"
 
-    @property
-    def streams(self) -> list[str]:
-        """One."""
-        return [self.stream.name]
-
-    def start(self) -> Loaded:
-        """No rows."""
-        return []
-
-    def fold(self, partial: Loaded, shard: ShardRange) -> Loaded:
-        """The rows of a shard behind the others."""
-        for chunk in chunks(shard, self.stream, self.device):
-            values = chunk.values * self.numbers[chunk.steps].to(chunk.values)[:, None]
-            partial.append((chunk.keys.clone(), values))
-        return partial
-
-    def merge(self, one: Loaded, other: Loaded) -> Loaded:
-        """One behind the other."""
-        return one + other
+    def of(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """Copies."""
+        values = chunk.values * self.numbers[chunk.steps].to(chunk.values)[:, None]
+        return chunk.keys.clone(), values

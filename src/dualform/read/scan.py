@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -17,7 +18,7 @@ from dualform.ledger import Book, Ledger, Shard, Stream, Term
 from dualform.ledger.codecs import Column
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
-from dualform.read.engine import ShardRange
+from dualform.read.engine import Fold, ShardRange
 from dualform.read.progress import advance
 
 CHUNK_BYTES = 16 << 20
@@ -278,3 +279,37 @@ def batch_samples(shard: ShardRange) -> dict[int, list[int]]:
         found[number] = samples[at : at + size]
         at += size
     return found
+
+
+@dataclass(frozen=True)
+class CollectedRows(Fold[list[tuple[Tensor, ...]]]):
+    """Something of every row of a stream, chunk behind chunk, in the order of time."""
+
+    stream: Stream
+    device: torch.device | str = field(default="cpu", kw_only=True)
+
+    @abstractmethod
+    def of(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        """What is collected of a chunk's rows; it must not hold on to the chunk's memory."""
+
+    @property
+    def streams(self) -> list[str]:
+        """One."""
+        return [self.stream.name]
+
+    def start(self) -> list[tuple[Tensor, ...]]:
+        """No rows."""
+        return []
+
+    def fold(
+        self, partial: list[tuple[Tensor, ...]], shard: ShardRange
+    ) -> list[tuple[Tensor, ...]]:
+        """The rows of a shard behind the others."""
+        partial.extend(self.of(chunk) for chunk in chunks(shard, self.stream, self.device))
+        return partial
+
+    def merge(
+        self, one: list[tuple[Tensor, ...]], other: list[tuple[Tensor, ...]]
+    ) -> list[tuple[Tensor, ...]]:
+        """One behind the other."""
+        return one + other

@@ -21,8 +21,8 @@ from dualform.memory import Memory
 from dualform.memory.forms import form_named
 from dualform.read.contributions import AnswerSums, LargestRows, LayerRows, Source
 from dualform.read.display import Displayed, columns, framed, signed
-from dualform.read.grouping import Grouping
-from dualform.read.key_rows import KeySimilarity, Loaded, StoredRows
+from dualform.read.grouping import BySample, ByStep, Grouping
+from dualform.read.key_rows import KeySimilarity, StoredRows
 from dualform.read.queries import LayerQueries, Outputs, directions
 from dualform.read.scores import BY_STEP, Array, Check, Groups, Ranked, Ranking, Scores
 from dualform.read.timeline import Timeline, make_timeline
@@ -132,7 +132,7 @@ class Reading(Displayed):
     def keys_only(self) -> Scores:
         """The published score `Σ |x·q|`: similarity of inputs alone, without error or sign."""
         source, streams = self.source, tuple(self._products("keys_only compares"))
-        by_sample = Grouping.by_sample(source.numbers)
+        by_sample = BySample(source.numbers)
         fold = KeySimilarity(streams, self.queries.inputs, by_sample, source.device)
         sums = source.reader.reduce(fold, source.until).cpu().numpy()
         return replace(self._scores(sums, "keys only |x·q|"), check=None)
@@ -151,9 +151,9 @@ class Reading(Displayed):
         Loads every row. The values carry their coefficients; the bias is not part of it.
         """
         source, coefficients = self.source, self._numbers()
-        rows: Loaded = []
+        rows: list[tuple[Tensor, ...]] = []
         for stream in self._products("memory() holds"):
-            fold = StoredRows(stream, coefficients, source.device)
+            fold = StoredRows(stream, coefficients, device=source.device)
             rows = source.reader.reduce(fold, source.until, onto=rows)
         none = (self.queries.inputs[:0], self.queries.outputs[:0])
         keys, values = zip(*(rows or [none]), strict=True)
@@ -223,8 +223,8 @@ class Reading(Displayed):
     @cached_property
     def _sums(self) -> tuple[Array, Array]:
         """Contributions by sample (samples, queries) and by step (1 + steps, queries)."""
-        by_sample = Grouping.by_sample(self.source.numbers)
-        samples, steps = self._summed(by_sample, Grouping.by_step(self.source.until))
+        by_sample = BySample(self.source.numbers)
+        samples, steps = self._summed(by_sample, ByStep(self.source.until))
         return samples, steps
 
     def _summed(self, *groupings: Grouping) -> list[Array]:

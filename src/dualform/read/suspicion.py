@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,10 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import ReadingError
-from dualform.ledger import Stream
 from dualform.read.contributions import Source
-from dualform.read.engine import Fold, ShardRange
-from dualform.read.scan import chunks
+from dualform.read.scan import Chunk, CollectedRows
 from dualform.read.scores import Array, Scores
 
 
@@ -39,44 +36,22 @@ class RowErrors:
         return np.asarray(self.sizes / np.where(mean > 0, mean, 1.0)[group])
 
 
-ErrorParts: TypeAlias = list[tuple[Tensor, Tensor, Tensor]]
-"""Sizes, places of samples, and steps of some rows after others."""
-
-
 @dataclass(frozen=True)
-class ErrorSizes(Fold[ErrorParts]):
-    """The size of each row's error, with its sample and step; in the order of time."""
+class ErrorSizes(CollectedRows):
+    """The size of each row's error, the place of its sample, and its step."""
 
-    stream: Stream
     numbers: Tensor
     """(samples,): the stored ids that occur, sorted."""
-    device: torch.device | str = "cpu"
 
-    @property
-    def streams(self) -> list[str]:
-        """The layer's own."""
-        return [self.stream.name]
-
-    def start(self) -> ErrorParts:
-        """No rows."""
-        return []
-
-    def fold(self, partial: ErrorParts, shard: ShardRange) -> ErrorParts:
-        """The rows of a shard behind the others."""
-        for chunk in chunks(shard, self.stream, self.device):
-            sizes, samples = chunk.values.norm(dim=1).double().cpu(), chunk.samples.long().cpu()
-            places = torch.searchsorted(self.numbers, samples)
-            partial.append((sizes, places, chunk.steps.cpu()))
-        return partial
-
-    def merge(self, one: ErrorParts, other: ErrorParts) -> ErrorParts:
-        """One behind the other."""
-        return one + other
+    def of(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
+        """In main memory."""
+        sizes, samples = chunk.values.norm(dim=1).double().cpu(), chunk.samples.long().cpu()
+        return sizes, torch.searchsorted(self.numbers, samples), chunk.steps.cpu()
 
 
 def row_errors(source: Source, layer: str) -> RowErrors:
     """All rows of a layer, as far as they were recorded by the step that is read."""
-    fold = ErrorSizes(source.ledger.info.stream(layer), source.numbers, source.device)
+    fold = ErrorSizes(source.ledger.info.stream(layer), source.numbers, device=source.device)
     found = source.reader.reduce(fold, source.until)
     if not found:
         raise ReadingError(
