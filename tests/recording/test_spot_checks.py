@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from tests.cases.optimizers import OPTIMIZERS
 from tests.told import told
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 import dualform
+from dualform.errors import RecordingWarning
+from dualform.recording import spot_checks
 from dualform.recording.bookkeeping import OUTSIDE
 from dualform.recording.observer import FORGOTTEN
 from dualform.recording.spot_checks import EVERY, WITHIN, stepped_copy
@@ -236,3 +238,31 @@ def test_a_stepped_copy_is_what_the_step_makes(optimizer: str) -> None:
         made.zero_grad()
         for copy, parameter in zip(copies, model.parameters(), strict=True):
             assert torch.equal(copy, parameter)
+
+
+def test_a_copy_that_cannot_be_stepped_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recording goes on, and so does training: only the comparison of whole weights ends."""
+
+    def failing(*given: object) -> Tensor:
+        raise RuntimeError("no copies today")
+
+    monkeypatch.setattr(spot_checks, "stepped_copy", failing)
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with dualform.record(model, optimizer, tmp_path / "run"):
+            for _ in range(5):
+                model(torch.randn(6, 4).double()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    said = r"SGD failed to step a copy.*no copies today"
+    with pytest.warns(RecordingWarning, match=said) as told:
+        train()
+    assert len([one for one in told if one.category is RecordingWarning]) == 1
+    audit = dualform.open(tmp_path / "run").audit()
+    assert (audit.step, audit.coverage) == (5, 1.0)
+    assert audit.remainder <= 1e-12

@@ -16,9 +16,9 @@ from __future__ import annotations
 import functools
 import inspect
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -40,12 +40,16 @@ Only where steps go through products or roots of matrices: their rounding may de
 tensor lies in memory, and the step magnifies it.
 """
 WITHIN = "something other than the optimizer changed it within a step, or what shares its rows"
+UNCHECKED = (
+    "the recorder cannot compare whole weights: {} failed to step a copy of a parameter ({}). It "
+    "compares parts of them, as at other steps; run.audit() shows what these checks miss."
+)
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of so many bytes."""
 
 
-class Left(NamedTuple):
-    """What a step has left of a parameter."""
+class AfterStep(NamedTuple):
+    """A parameter after a step that was checked, and what the optimizer remembers of it."""
 
     weight: Tensor
     """A copy."""
@@ -75,10 +79,12 @@ class SpotChecks:
         self._steps, self._next = 0, 1
         self._expected: dict[str, tuple[Tensor, Tensor | float]] = {}
         """During a step that is checked: what each parameter will be, and how far it may be off."""
-        self._left: dict[str, Left] = {}
+        self._left: dict[str, AfterStep] = {}
         """After a step that was checked: what it left."""
         self._edited: dict[str, dict[str, Tensor]] = {}
         """For each reason and book, whether it holds."""
+        self._problem = ""
+        """Why steps cannot be checked, until that was told."""
 
     def before_step(self, names: Collection[str]) -> None:
         """Compares what the last step left, if that was checked; prepares a step to be checked.
@@ -99,16 +105,25 @@ class SpotChecks:
         later = (self._steps // EVERY + 1) * EVERY + self._random.randrange(EVERY)
         self._next = later if self._steps >= EVERY else 2 * self._steps
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        with suppress(Exception), undisturbed():  # what cannot step a copy cannot step the rest
-            for name in names:
-                parameter = self._parameters[name]
-                after = stepped_copy(self._optimizer, groups[id(parameter)], parameter)
-                far = _longest(after - parameter.detach()) if self._leeway else 0.0
-                self._expected[name] = (after, self._leeway * far)
+        try:
+            with undisturbed():
+                for name in names:
+                    parameter = self._parameters[name]
+                    after = stepped_copy(self._optimizer, groups[id(parameter)], parameter)
+                    far = _longest(after - parameter.detach()) if self._leeway else 0.0
+                    self._expected[name] = (after, self._leeway * far)
+        except Exception as error:  # if the step itself fails too, the loop is told by torch
+            kind, self._next = type(self._optimizer).__name__, sys.maxsize
+            self._problem = UNCHECKED.format(kind, f"{type(error).__name__}: {error}")
+
+    def problem(self) -> str:
+        """Why steps cannot be checked, in words; once, and else nothing."""
+        problem, self._problem = self._problem, ""
+        return problem
 
     def handed_over(self, weights: Mapping[str, Tensor]) -> None:
         """Takes down copies of the weights, made after the last step; they are not changed."""
-        self._left = {name: Left(copy) for name, copy in weights.items()} | self._left
+        self._left = {name: AfterStep(copy) for name, copy in weights.items()} | self._left
 
     def after_step(self) -> dict[str, dict[str, Tensor]]:
         """What was found: for each reason and parameter, whether something else changed it."""
@@ -116,7 +131,7 @@ class SpotChecks:
         for name, (after, reach) in self._expected.items():
             now = self._parameters[name].detach()
             found.setdefault(WITHIN, {})[name] = differs(after, now, reach)
-            self._left[name] = Left(after.copy_(now), self._memory(name))
+            self._left[name] = AfterStep(after.copy_(now), self._memory(name))
         self._expected = {}
         return found
 

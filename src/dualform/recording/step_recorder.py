@@ -160,6 +160,8 @@ class StepRecorder:
             self.hand_over(*stages.schedule.due)
         if step.notes:
             stages.notices.lost(step.notes)
+        if problem := stages.spot_checks.problem():
+            stages.notices.remark(problem)
 
     def share(self, other: Optimizer, before: dict[str, Tensor]) -> None:
         """Another optimizer has changed parameters, which were so `before` it."""
