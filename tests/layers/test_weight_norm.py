@@ -199,7 +199,7 @@ def test_what_entries_miss_is_kept_beside_them(name: str, tmp_path: Path) -> Non
     torch.manual_seed(0)
     model = MODELS[name]().double()
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with Recorder(model, adam, tmp_path / "run", codec="bfloat16"):
+    with Recorder(model, adam, tmp_path / "run", keep="half"):
         for _ in range(4):
             model(torch.randn(5, 4, 6).double()).square().mean().backward()
             adam.step()

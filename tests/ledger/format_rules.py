@@ -28,6 +28,12 @@ def bfloat16(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return found
 
 
+def int8(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Multiples of a row's scale, and the scale: its largest size, divided by 127."""
+    scales = np.abs(x).max(1, keepdims=True) / np.float32(127)
+    return np.rint(x / scales).astype(np.int8), scales
+
+
 def residual(x: NDArray[np.float32], e: NDArray[np.float32]) -> tuple[Array, Array]:
     """What entries in bfloat16 miss of a linear layer's rows: of its weight, and of its bias."""
     X, E, X_, E_ = (part.astype(np.float64) for part in (x, e, bfloat16(x), bfloat16(e)))

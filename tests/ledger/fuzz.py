@@ -33,8 +33,8 @@ def record_run(path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     x = torch.randn(3, 3)
-    for codec in ("exact", "bfloat16"):
-        with Recorder(model, optimizer, path, resume=path.exists(), codec=codec) as recorder:
+    for keep in ("rows", "int8"):
+        with Recorder(model, optimizer, path, resume=path.exists(), keep=keep) as recorder:
             recorder.describe(["ant", "bee", "cat"], labels=[0, 1, 0], previews=["a", "b", "c"])
             for _ in range(3):
                 recorder.samples(["ant", "bee", "cat"])

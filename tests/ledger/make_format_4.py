@@ -22,8 +22,8 @@ def make(path: Path) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    for codec in ("exact", "bfloat16"):
-        with Recorder(model, optimizer, path, codec=codec, resume=path.exists()) as recorder:
+    for keep in ("rows", "half"):
+        with Recorder(model, optimizer, path, keep=keep, resume=path.exists()) as recorder:
             for _ in range(2):
                 recorder.samples(["ant", "bee"])
                 model(torch.randint(4, (2, 3))).square().sum().backward()

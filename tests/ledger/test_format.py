@@ -16,7 +16,7 @@ from tests.ledger.make_format_4 import FORMAT_4, make
 import dualform
 from dualform.errors import LedgerError
 from dualform.ledger import Ledger, LedgerWriter, Records, RunInfo
-from dualform.ledger.codecs import CODECS, BFloat16
+from dualform.ledger.codecs import CODECS, BFloat16, Int8
 from dualform.ledger.codecs.codec import FLOATS, PLACES
 from dualform.ledger.format import FORMAT, MARKS
 from dualform.optimizers import RULES, StateRule, rule_named
@@ -78,6 +78,15 @@ def test_bfloat16_rounds_as_described() -> None:
     np.testing.assert_array_equal(stored.float().numpy(), expected)
 
 
+def test_int8_rounds_as_described() -> None:
+    """To the nearest multiple of a row's scale, ties to even."""
+    numbers = torch.cat([torch.randn(50, 9), torch.tensor([[127, 0.5, 1.5, -2.5, *[0] * 5]])])
+    encoded = Int8().encode(Records(numbers, numbers))
+    whole, scales = format_rules.int8(numbers.numpy())
+    np.testing.assert_array_equal(encoded["keys"].numpy(), whole)
+    np.testing.assert_array_equal(encoded["key_scales"].numpy(), scales)
+
+
 def test_a_residual_is_what_decoded_rows_miss(tmp_path: Path) -> None:
     """The same training, once with exact entries: their sums less those of the lossy ones."""
     ledgers = {}
@@ -85,7 +94,7 @@ def test_a_residual_is_what_decoded_rows_miss(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = torch.nn.Linear(5, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with Recorder(model, optimizer, tmp_path / codec, codec=codec):
+        with Recorder(model, optimizer, tmp_path / codec, keep=CODECS[codec].policy):
             for _ in range(4):
                 model(torch.randn(6, 5)).square().mean().backward()
                 optimizer.step()

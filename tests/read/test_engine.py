@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.ledger import Ledger
+from dualform.ledger.codecs import CODECS
 from dualform.ledger.tensors import MappedFile, TensorFile
 from dualform.read import Run
 from dualform.read.coefficients import Accounting
@@ -99,7 +100,7 @@ def recorded(optimizer: str, path: Path) -> tuple[nn.Module, Tensor]:
         model, y = model.float(), y.float()
     made = OPTIMIZERS[optimizer](list(model.parameters()))
     codec = "bfloat16" if optimizer in LOSSY else "exact"
-    with told(path), Recorder(model, made, path, codec=codec) as recorder:
+    with told(path), Recorder(model, made, path, keep=CODECS[codec].policy) as recorder:
         for step in range(STEPS):
             ids = (torch.arange(3) + 3 * step) % SAMPLES
             recorder.samples(ids)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.ledger import Ledger, LedgerWriter, SampleTable, Shard, ShardBlock
+from dualform.ledger.codecs import CODECS
 from dualform.ledger.ids import encode_ids
 from dualform.recording.recorder import Recorder
 
@@ -25,7 +26,7 @@ def record(path: Path, codec: str) -> tuple[nn.Module, Tensor]:
     model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     x = torch.randint(9, (12, 3))
-    with Recorder(model, optimizer, path, codec=codec, strict=True) as recorder:
+    with Recorder(model, optimizer, path, keep=CODECS[codec].policy, strict=True) as recorder:
         for step in range(10):
             own = [(6 * step + at + step // 3) % 12 for at in range(6)]
             recorder.samples([f"sample {at}" for at in own])

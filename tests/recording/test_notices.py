@@ -173,7 +173,7 @@ def test_what_is_only_rounding_is_not_worth_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_remark_is_made_once() -> None:
-    notices = Notices(Plan({}, ()), "SGD", list, harmless="")
+    notices = Notices(Plan({}, (), {}), "SGD", list, harmless=())
     notices.remark("look here")
     for expected in (["RecordingWarning: look here"], []):
         assert warned(lambda: notices.give()) == expected

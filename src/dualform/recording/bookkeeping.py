@@ -55,11 +55,10 @@ class Bookkeeper:
         self,
         plan: Plan,
         samples: SampleNumbers,
-        codec: type[Codec],
         reconciler: Reconciler,
         now: Excerpt,
     ) -> None:
-        self._plan, self._codec, self._reconciler = plan, codec, reconciler
+        self._plan, self._reconciler = plan, reconciler
         self._samples, self._batch_sizes = samples, BatchSizes()
         self._last = now
         """The parameters after the last step of the last hand-over, or after what followed it."""
@@ -80,7 +79,7 @@ class Bookkeeper:
         remarks: tuple[str, ...] = ()
         streams = [opened for opened, _ in handover.pages]
         accounts = [books for books, _ in accounts_of(streams)]
-        entries = Entries(self._codec, steps[0].number, {b.name: b for b in self._plan.books})
+        entries = Entries(self._plan, steps[0].number)
         factors = torch.zeros(len(steps), len(columns), dtype=torch.float64)
         events = self._changed_between(steps, handover, accounts)
         events += self._edited(steps, span, accounts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,17 +15,18 @@ from dualform.memory.blocks import from_matrix, matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
 from dualform.recording.accounts import Evidence, Feed
+from dualform.recording.keep import codec_for
 from dualform.recording.pages import StreamRows
+from dualform.recording.plan import Plan
 
 
 @dataclass
 class Entries:
-    """The rows of some steps as a codec keeps them, and what that leaves of their sums."""
+    """The rows of some steps as codecs keep them, and what that leaves of their sums."""
 
-    kind: type[Codec]
+    plan: Plan
     first: int
     """The number of the first step."""
-    books: Mapping[str, Book]
     arrays: dict[str, list[Tensor]] = field(default_factory=dict)
     """The arrays of a shard, in parts."""
     codecs: dict[str, Codec] = field(default_factory=dict)
@@ -39,7 +40,8 @@ class Entries:
             pieces = [rows for rows in feed.pieces if len(rows.counts)]
             if pieces:
                 recorded = _of_one_dtype(pieces)
-                self.codecs[feed.stream.name] = self.kind.for_records(recorded[0])
+                kind = codec_for(self.plan.keep[book] for book in feed.terms)
+                self.codecs[feed.stream.name] = kind.for_records(recorded[0])
                 for rows, records in zip(pieces, recorded, strict=True):
                     self._encode(feed, rows, records)
 
@@ -47,7 +49,7 @@ class Entries:
         """The residuals as arrays of a shard, in the type of the book but at least 32 bits."""
         arrays: dict[str, list[Tensor]] = {}
         for name, found in self.residuals.items():
-            own = getattr(torch, self.books[name].dtype)
+            own = getattr(torch, self.plan.book(name).dtype)
             dtype = torch.promote_types(own, torch.float32)
             arrays[f"{name}/residuals"] = [found[step].to(dtype)[None] for step in sorted(found)]
             arrays[f"{name}/residual_steps"] = [torch.tensor(sorted(found))]
@@ -68,8 +70,8 @@ class Entries:
         for at in sorted(set(rows.at.tolist())):
             own = steps == at
             for book, term in feed.terms.items():
-                residual = _total(self.books[book], feed.stream, term, records, own, rows)
-                residual -= _total(self.books[book], feed.stream, term, decoded, own, rows)
+                residual = _total(self.plan.book(book), feed.stream, term, records, own, rows)
+                residual -= _total(self.plan.book(book), feed.stream, term, decoded, own, rows)
                 found = self.residuals.setdefault(book, {})
                 found[self.first + at] = found.get(self.first + at, 0) + residual
 

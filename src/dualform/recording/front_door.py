@@ -16,6 +16,7 @@ from dualform.ledger.format import read_info
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.recording.dataset import Decode, describe_dataset
 from dualform.recording.guard import writing
+from dualform.recording.keep import ROWS, Keep
 from dualform.recording.recorder import Recorder
 
 
@@ -30,6 +31,7 @@ def record(
     overwrite: bool = False,
     buffer_bytes: int = 128 << 20,
     strict: bool = False,
+    keep: Keep = ROWS,
 ) -> Recorder:
     """Records the training loop inside the `with` statement as a ledger at `path`.
 
@@ -56,6 +58,11 @@ def record(
         strict: raise where recording fails (a full disk, a gradient that is not finite, a defect of
             ours). Otherwise such a failure ends the recording with one warning: what is committed
             stays readable, and the training goes on as if nothing had happened.
+        keep: how much of each row is stored: "rows" (all of it), "half" (numbers of 16 bits),
+            "int8" (numbers of 8 bits, with a scale a row) or "steps" (no rows: the change that each
+            step made). A dict gives policies by the names of parameters or modules, the first that
+            matches: `keep={"head": "steps", "*.bias": "rows", "*": "int8"}`. The books stay exact:
+            what rounded rows miss is stored as the residual of the step.
     """
     return Recorder(
         model,
@@ -68,6 +75,7 @@ def record(
         overwrite=overwrite,
         buffer_bytes=buffer_bytes,
         strict=strict,
+        keep=keep,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dualform.errors import CoverageWarning, RecordingWarning
 from dualform.recording.book_states import Note
@@ -17,11 +17,15 @@ class Notices:
     """Collects what is worth a warning, and gives it; belongs to the training thread.
 
     `optimizer` is the name of the recorded one, `trained` says which parameters it may change, and
-    `harmless` is the reason for which a book may be kept by step without a word.
+    `harmless` are the reasons for which a book may be kept by step without a word.
     """
 
     def __init__(
-        self, plan: Plan, optimizer: str, trained: Callable[[], Iterable[str]], harmless: str
+        self,
+        plan: Plan,
+        optimizer: str,
+        trained: Callable[[], Iterable[str]],
+        harmless: Sequence[str],
     ) -> None:
         self._optimizer, self._trained = optimizer, trained
         self._sizes = {name: p.numel() for name, p in plan.parameters.items()}
@@ -56,7 +60,7 @@ class Notices:
         lost = {
             name: found
             for name, found in self._by_step.items()
-            if name not in self._told and found[1] != self._harmless
+            if name not in self._told and found[1] not in self._harmless
         }
         if lost:
             self._told |= lost.keys()

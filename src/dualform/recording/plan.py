@@ -23,6 +23,7 @@ from dualform.ledger import Book
 from dualform.ledger.tensors import CODES
 from dualform.optimizers import Rule, why_observed
 from dualform.private import is_compiled, may_have_compiled
+from dualform.recording.keep import ASKED, ROWS, STEPS, Keep, read_keep
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Plan:
 
     parameters: dict[str, nn.Parameter]
     books: tuple[Book, ...]
+    keep: Mapping[str, str]
+    """How much is stored of each parameter's rows: its policy."""
+
+    def book(self, name: str) -> Book:
+        """The book of a parameter."""
+        return self.books[self.columns[name]]
 
     @cached_property
     def columns(self) -> dict[str, int]:
@@ -38,8 +45,11 @@ class Plan:
         return {book.name: at for at, book in enumerate(self.books)}
 
 
-def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
-    """A book for every parameter; by step from the start where the optimizer has no rule."""
+def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule, keep: Keep = ROWS) -> Plan:
+    """A book for every parameter; by step from the start where the optimizer has no rule.
+
+    So are those of which no rows are to be kept.
+    """
     refuse_wrapped(model)
     parameters = dict(model.named_parameters())
     refuse_unready(parameters)
@@ -52,11 +62,16 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule) -> Plan:
         )
     reason = "" if rule.fields else why_observed(optimizer)
     refused = rule.group_refusals(optimizer)
+    kept = read_keep(keep, parameters)
+    reasons = {
+        name: reason or refused.get(id(p), "") or (ASKED if kept[name] == STEPS else "")
+        for name, p in parameters.items()
+    }
     books = tuple(
-        Book(name, tuple(p.shape), dtype_name(p.dtype), reason=reason or refused.get(id(p), ""))
+        Book(name, tuple(p.shape), dtype_name(p.dtype), reason=reasons[name])
         for name, p in parameters.items()
     )
-    return Plan(parameters, books)
+    return Plan(parameters, books, kept)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
-from dualform.ledger import Codec
-from dualform.ledger.codecs import codec_named
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.optimizers import rule_for
 from dualform.recording.guard import AFTER, BEFORE, Guard, starting
+from dualform.recording.keep import ROWS, Keep
 from dualform.recording.other_optimizers import OtherOptimizers
 from dualform.recording.plan import make_plan, torch_optimizer, uncompiled
 from dualform.recording.sample_ids import SampleIds
@@ -51,7 +50,7 @@ class Options:
     resume: bool
     overwrite: bool
     buffer_bytes: int
-    codec: type[Codec]
+    keep: Keep
 
 
 class Recorder:
@@ -85,10 +84,10 @@ class Recorder:
         overwrite: bool = False,
         buffer_bytes: int = 128 << 20,
         strict: bool = False,
-        codec: str = "exact",
+        keep: Keep = ROWS,
     ) -> None:
         self.path = path
-        given = (describe, resume, overwrite, buffer_bytes, codec_named(codec))
+        given = (describe, resume, overwrite, buffer_bytes, keep)
         self._options = Options(model, torch_optimizer(optimizer), *given)
         self._guard, self._sample_ids = Guard(strict), SampleIds()
         self._steps: StepRecorder | None = None
@@ -115,7 +114,7 @@ class Recorder:
         model, optimizer = asked.model, asked.optimizer
         with starting(self.path):
             rule = rule_for(optimizer)
-            plan = make_plan(model, optimizer, rule)
+            plan = make_plan(model, optimizer, rule, asked.keep)
             if asked.resume:
                 opened = resume_run(self.path, model, optimizer, plan, rule)
             else:
@@ -125,9 +124,9 @@ class Recorder:
                 if asked.describe is not None:
                     asked.describe(self.path)
                 self._sample_ids.read(self.path)
-                given = (self._guard, self._sample_ids, asked.codec, asked.buffer_bytes)
+                given = (self._guard, self._sample_ids, asked.buffer_bytes)
                 stages = make_stages(opened, model, optimizer, plan, rule, *given)
-                self._steps = StepRecorder(stages, optimizer, opened.writer.committed)
+                self._steps = StepRecorder(stages, optimizer, opened.writer.committed, opened.notes)
                 self._hooks = self._hook(self._steps, plan.parameters)
             except BaseException:
                 opened.writer.abandon()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
 from dualform.optimizers import Rule
+from dualform.recording.book_states import Note
 from dualform.recording.plan import Plan, state_tensors
 from dualform.recording.snapshots import buffered, memories, snapshot
 
@@ -32,6 +33,8 @@ class Opened:
     """Books that were already kept by step, and why."""
     streams: tuple[Declaration, ...] = ()
     """What is already declared."""
+    notes: tuple[Note, ...] = ()
+    """Books that are kept by step from here on, and why."""
     named: bool = False
     """Whether its samples certainly have ids: numbers that are counted are 0, 1, 2 …"""
 
@@ -68,11 +71,14 @@ def resume_run(
     ledger = Ledger(path)  # as it reads now, without what was written beyond that step
     samples, strings = ledger.samples(), ledger.ids.by_rank.get(writer.rank, [])
     kind = (str if ledger.ids.strings else int) if len(samples) else None
-    by_step = {note["book"]: note["reason"] for note in reversed(ledger.notes)}
+    by_step = {book.name: book.reason for book in ledger.info.books if book.reason}
+    by_step |= {note["book"]: note["reason"] for note in reversed(ledger.notes)}
+    planned = [book for book in plan.books if book.reason and book.name not in by_step]
+    notes = tuple([Note(step + 1, book.name, book.reason) for book in planned])
     counted = int(samples.max()) + 1 if len(samples) else 0
     table = SampleTable(strings, kind, writer.rank, writer.of, counted)
     named = bool(ledger.ids.strings) or not torch.equal(samples, torch.arange(len(samples)))
-    return Opened(writer, table, by_step, ledger.info.declarations, named)
+    return Opened(writer, table, by_step, ledger.info.declarations, notes, named)
 
 
 def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dualform.ledger import Codec
 from dualform.optimizers import Rule
 from dualform.recording.book_states import BookStates, Event, Note
 from dualform.recording.bookkeeping import NOISY, Bookkeeper, SampleNumbers
@@ -15,6 +15,7 @@ from dualform.recording.delivery import Delivery
 from dualform.recording.excerpts import NO_EXCERPT, differing
 from dualform.recording.first_check import FirstCheck
 from dualform.recording.guard import Guard
+from dualform.recording.keep import ASKED
 from dualform.recording.messages import Handover, RecordedStep
 from dualform.recording.notices import Notices
 from dualform.recording.observer import StepObserver
@@ -60,18 +61,17 @@ def make_stages(
     rule: Rule,
     guard: Guard,
     sample_ids: SampleIds,
-    codec: type[Codec],
     buffer_bytes: int,
 ) -> Stages:
     """All stages of a recording that begins."""
     states = BookStates(plan.parameters)
     observer = StepObserver(model, plan, rule, optimizer, states)
     observer.keep_by_step(Event.RESUMED, opened.by_step)
-    notices = Notices(plan, type(optimizer).__name__, observer.trained, harmless=NOISY)
+    notices = Notices(plan, type(optimizer).__name__, observer.trained, harmless=(NOISY, ASKED))
     booked = plan.parameters if rule.fields else {}
     watch = Watch(model, booked, states, opened.writer.committed + 1, opened.streams, guard)
     numbers, reconciler = SampleNumbers(opened.samples), Reconciler(plan, rule, optimizer)
-    bookkeeper = Bookkeeper(plan, numbers, codec, reconciler, observer.excerpts.take())
+    bookkeeper = Bookkeeper(plan, numbers, reconciler, observer.excerpts.take())
     pool = watch.rows.streams.pool
     delivery = Delivery(opened.writer, bookkeeper, pool, plan.parameters.values())
     return Stages(
@@ -89,7 +89,9 @@ def make_stages(
 class StepRecorder:
     """Makes steps of what the stages see, and hands them over; belongs to the training thread."""
 
-    def __init__(self, stages: Stages, optimizer: Optimizer, step: int) -> None:
+    def __init__(
+        self, stages: Stages, optimizer: Optimizer, step: int, notes: Sequence[Note]
+    ) -> None:
         self.stages, self._optimizer, self._may_nest = stages, optimizer, may_nest(optimizer)
         self.step = self._first = step
         """How many optimizer steps are recorded."""
@@ -101,7 +103,7 @@ class StepRecorder:
         """What they take."""
         self._streams = 0
         """How many streams are known."""
-        self._notes: list[Note] = []
+        self._notes = list(notes)
         """Notes for the next step."""
         self._marked = (-1, NO_EXCERPT)
         """The step that was marked last, and the weights it was marked with."""

@@ -121,7 +121,7 @@ class CodecContract(ABC):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
         stepper = optimizer(model.parameters(), lr=0.05)  # type: ignore[call-arg]
-        with Recorder(model, stepper, tmp_path / "run", codec=self.kind().name):
+        with Recorder(model, stepper, tmp_path / "run", keep=self.kind().policy):
             for _ in range(6):
                 model(torch.randn(4, 6)).square().mean().backward()
                 stepper.step()

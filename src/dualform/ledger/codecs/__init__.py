@@ -9,27 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from dualform.errors import FormatVersionError, LedgerError
+from dualform.errors import FormatVersionError
 from dualform.ledger.codecs.bfloat16 import BFloat16
 from dualform.ledger.codecs.codec import Codec, Column, Records
 from dualform.ledger.codecs.exact import Exact
+from dualform.ledger.codecs.int8 import Int8
 
-CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exact, BFloat16)}
-"""All codecs, by name."""
+CODECS: dict[str, type[Codec]] = {codec.name: codec for codec in (Exact, BFloat16, Int8)}
+"""All codecs, by name; the most exact come first."""
 
-__all__ = ["CODECS", "BFloat16", "Codec", "Column", "Exact", "Records", "codec_named", "read_codec"]
-
-
-def codec_named(name: str) -> type[Codec]:
-    """The codec of this name.
-
-    >>> codec_named("zip")
-    Traceback (most recent call last):
-    dualform.errors.LedgerError: codec='zip' is unknown; there are 'exact', 'bfloat16'.
-    """
-    if name not in CODECS:
-        raise LedgerError(f"codec={name!r} is unknown; there are {_known()}.")
-    return CODECS[name]
+__all__ = ["CODECS", "BFloat16", "Codec", "Column", "Exact", "Int8", "Records", "read_codec"]
 
 
 def read_codec(declared: Any) -> Codec:
@@ -41,13 +30,10 @@ def read_codec(declared: Any) -> Codec:
     if not isinstance(declared, dict) or not isinstance(declared.get("name"), str):
         raise ValueError(f"{declared!r} names no codec")
     if declared["name"] not in CODECS:
+        known = ", ".join(f"'{name}'" for name in CODECS)
         raise FormatVersionError(
             f"the run keeps rows by the codec {declared['name']!r}, and this dualform knows "
-            f"{_known()}; if it is of a newer one, update with `pip install -U dualform`."
+            f"{known}; if it is of a newer one, update with `pip install -U dualform`."
         )
     parameters = {name: value for name, value in declared.items() if name != "name"}
     return CODECS[declared["name"]].from_parameters(parameters)
-
-
-def _known() -> str:
-    return ", ".join(f"'{name}'" for name in CODECS)

@@ -24,6 +24,7 @@ class BFloat16(Codec):
     """
 
     name: ClassVar[str] = "bfloat16"
+    policy: ClassVar[str] = "half"
     keys: str = "float32"
     values: str = "float32"
 

@@ -55,13 +55,15 @@ class Codec(ABC):
     write a codec, write the four methods, and put the class into `dualform.ledger.codecs.CODECS`;
     `dualform.testing.CodecContract` tests it.
 
-    >>> from dualform.ledger.codecs import codec_named
-    >>> codec = codec_named("bfloat16").for_records(Records(torch.ones(2, 3), torch.ones(2, 1)))
+    >>> from dualform.ledger.codecs import BFloat16
+    >>> codec = BFloat16.for_records(Records(torch.ones(2, 3), torch.ones(2, 1)))
     >>> codec.to_json()
     {'name': 'bfloat16', 'keys': 'float32', 'values': 'float32'}
     """
 
     name: ClassVar[str]
+    policy: ClassVar[str]
+    """What `dualform.record(keep=…)` calls it."""
     value_arrays: ClassVar[tuple[str, ...]] = ("values",)
     """The arrays that suffice to decode values alone."""
 

@@ -22,6 +22,7 @@ class Exact(Codec):
     """
 
     name: ClassVar[str] = "exact"
+    policy: ClassVar[str] = "rows"
     keys: str = "float32"
     values: str = "float32"
 
