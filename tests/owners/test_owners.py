@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dualform
-from dualform.owners import CHANGED
+from dualform.owners import CHANGED, Batch, Owners
 from dualform.owners.patterns import (
     MIXES,
     NOBODY,
@@ -281,3 +281,12 @@ def test_a_later_experiment_that_tells_nothing_changes_nothing(tmp_path: Path) -
 
     audit = fit(Gated(), tmp_path / "run", [numbers(B, D)(step) for step in range(20)])
     assert reasons(audit) == {"mix": "", "head": ""}
+
+
+def test_no_experiment_is_made_where_no_rows_are_kept() -> None:
+    """Not even in the first pass."""
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    parameters = dict(model.named_parameters())
+    batch = Batch(1, None, 1, size=4)
+    assert Owners(parameters, 0).begin(batch, [x], frozenset(["weight"])) is not None
+    assert Owners(parameters, 0).begin(batch, [x], frozenset(parameters)) is None

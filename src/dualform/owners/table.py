@@ -69,10 +69,12 @@ class Owners:
         return Trial(batch, chosen, self._usual, self._passes)
 
     def _is_due(self, dropped: frozenset[str]) -> bool:
+        trained = [name for name, p in self._parameters.items() if p.requires_grad]
+        if dropped.issuperset(trained):  # nobody asks whose rows are whose
+            return False
         if self._passes >= self._next:  # ever more seldom, and at no fixed times
             self._next += self._draw.randint(7 * self._next, 15 * self._next)
             return True
-        trained = [name for name, p in self._parameters.items() if p.requires_grad]
         if len(trained) != self._trained:  # layers were thawed, or frozen
             self._trained, self._until = len(trained), self._passes + PASSES
             return True
