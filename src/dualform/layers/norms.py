@@ -17,7 +17,6 @@ from dualform.layers.use import (
     Use,
     book_terms,
     named,
-    place,
 )
 
 
@@ -97,7 +96,7 @@ def _use(
         terms = book_terms(gamma, beta, "scale")
         return Site(first.label, terms, dims, dims, axis=0 if channels else find.axis)
 
-    site = find.site(("norm", place(gamma), place(beta), dims, find.axis), build)
+    site = find.site(("norm", gamma, beta, dims, find.axis), build)
     if site is None:
         return None
     if channels:

@@ -17,7 +17,6 @@ from dualform.layers.use import (
     Rows,
     Site,
     book_terms,
-    place,
 )
 
 
@@ -73,5 +72,5 @@ class RecurrentUse:
         first = W or b
         if first is None:
             return None
-        key = ("recurrent", place(W), place(b))
+        key = ("recurrent", W, b)
         return self._find.site(key, lambda: Site(first.label, book_terms(W, b), axis=0))
