@@ -108,7 +108,7 @@ def _conv_use(
     swapped: bool,
 ) -> Seen | None:
     """Whichever of weight and bias are trained; a weight may be computed from parameters."""
-    W, b = find(given["weight"]), find(given["bias"])
+    W, b = find.each(given["weight"], given["bias"])
     x, dims, groups = given["input"], len(geometry["kernel"]) + 1, geometry["groups"]
     given["input"] = x = x if x.ndim > dims else x[None]
     if W is not None or not find.computes:

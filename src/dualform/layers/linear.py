@@ -105,7 +105,8 @@ def matrix_use(
     find: Finder, out: Any, swapped: bool, input: Any, weight: Any, bias: Any = None
 ) -> Use | None:
     """A matrix product with a weight, whichever of weight and bias are trained."""
-    return _use(find, out, swapped, input, find(weight), find(bias))
+    W, b = find.each(weight, bias)
+    return _use(find, out, swapped, input, W, b)
 
 
 def _use(

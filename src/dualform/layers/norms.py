@@ -61,7 +61,7 @@ class ChannelNorm(LayerKind):
     ) -> Use | None:
         """Normalized again, channels last."""
         given = named(args, kwargs, self.names[func], use_input_stats=True, eps=1e-5)
-        if find(given["weight"]) is None and find(given["bias"]) is None:
+        if not any(find.each(given["weight"], given["bias"])):
             return None
         return _use(find, given, out, _again(func, given), channels=True)
 
@@ -87,7 +87,7 @@ def _use(
     channels: bool = False,
 ) -> Use | None:
     """A scale and an offset of normalized inputs; `channels` come second, and go last."""
-    gamma, beta = find(given["weight"]), find(given.get("bias"))
+    gamma, beta = find.each(given["weight"], given.get("bias"))
     first = gamma or beta
     if first is None:
         return None

@@ -110,7 +110,7 @@ class Bilinear(LayerKind):
     ) -> Use | None:
         """`y = W (x1 ⊗ x2) + b`, with W as a matrix of outputs × pairs of inputs."""
         given = named(args, kwargs, "input1 input2 weight bias")
-        W, b = find(given["weight"]), find(given["bias"])
+        W, b = find.each(given["weight"], given["bias"])
         first = W or b
         if first is None:
             return None

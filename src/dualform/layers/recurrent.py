@@ -68,7 +68,7 @@ class RecurrentUse:
         return rows if self._order is None else rows[self._order]
 
     def _site(self, weight: Tensor, bias: Tensor | None) -> Site | None:
-        W, b = self._find(weight), self._find(bias)
+        W, b = self._find.each(weight, bias)
         first = W or b
         if first is None:
             return None

@@ -199,6 +199,10 @@ class Finder:
             return known
         return known._replace(label=self.labels.get(known.book, known.book), given=tensor)
 
+    def each(self, *tensors: Any) -> list[Found | None]:
+        """The parameter behind each of some tensors."""
+        return [self(tensor) for tensor in tensors]
+
     def original(self, tensor: Any) -> Found | None:
         """The parameter that weights are computed from, itself or a view of it; else None."""
         for candidate in (tensor, base_of(tensor)):

@@ -107,7 +107,7 @@ def _add_rows(into: Tensor, sides: AnySides, term: Term) -> None:
     """Adds the sums of rows, sorted by query, to gradients (queries, *shape)."""
     shape = tuple(into.shape[1:])
     height, width = matrix_shape(shape, term.view, term.groups)
-    counts = torch.full((len(into),), len(sides) // len(into))
+    counts = torch.full((len(into),), len(sides.a) // len(into))
     whole = Region.whole(height, width)
     if keeps_order(term.view):
         add_segments(into.view(len(into), height, width), sides, counts, whole)
