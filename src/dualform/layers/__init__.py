@@ -10,7 +10,7 @@ from dualform.layers.linear import Linear, MatrixProduct, matrix_use
 from dualform.layers.norms import ChannelNorm, LayerNorm
 from dualform.layers.product import BatchedProduct, Bilinear, Einsum
 from dualform.layers.recurrent import Recurrent
-from dualform.layers.rows import by_sample, expand, inner_products, positions, sample_major
+from dualform.layers.rows import expand, inner_products, positions, sample_major
 from dualform.layers.use import (
     Finder,
     Found,
@@ -22,11 +22,11 @@ from dualform.layers.use import (
     Use,
     is_single,
     named,
-    place,
-    when_errors_come,
 )
 from dualform.layers.watching import (
     Hook,
+    RowCollector,
+    SampleRows,
     Watching,
     first_tensor,
     is_scripted,
@@ -35,6 +35,7 @@ from dualform.layers.watching import (
     stream_name,
     tensors_in,
     usual_axis,
+    when_errors_come,
 )
 
 KINDS: tuple[LayerKind, ...] = (
@@ -78,12 +79,13 @@ __all__ = [
     "Found",
     "Hook",
     "LayerKind",
+    "RowCollector",
     "Rows",
+    "SampleRows",
     "Seen",
     "Site",
     "Use",
     "Watching",
-    "by_sample",
     "expand",
     "first_tensor",
     "inner_products",
@@ -93,7 +95,6 @@ __all__ = [
     "matrix_use",
     "named",
     "packing_order",
-    "place",
     "positions",
     "sample_major",
     "shared_labels",

@@ -36,7 +36,6 @@ from dualform.layers.use import (
     Use,
     book_terms,
     named,
-    place,
 )
 from dualform.ledger import Stream, Term
 from dualform.memory.blocks import as_matrix, by_group, from_matrix
@@ -109,7 +108,7 @@ def _conv_use(
     swapped: bool,
 ) -> Seen | None:
     """Whichever of weight and bias are trained; a weight may be computed from parameters."""
-    W, b = find(given["weight"]), find(given["bias"])
+    W, b = find.each(given["weight"], given["bias"])
     x, dims, groups = given["input"], len(geometry["kernel"]) + 1, geometry["groups"]
     given["input"] = x = x if x.ndim > dims else x[None]
     if W is not None or not find.computes:
@@ -150,7 +149,7 @@ def _patches_use(
     if first is None:
         return None
     dims = len(geometry["kernel"]) + 1
-    key = (place(W), place(b), repr(geometry), x.shape[1:])
+    key = (W, b, repr(geometry), x.shape[1:])
 
     def build() -> Site:
         terms = book_terms(W, b, swapped=swapped, groups=geometry["groups"])
@@ -180,7 +179,7 @@ def _normed_use(
     term = next(iter(terms.values()), None)
     layout = {"kind": "patches", **geometry}
     site = find.site(
-        ("normed", place(made.v), repr(geometry), x.shape[1:]),
+        ("normed", made.v, repr(geometry), x.shape[1:]),
         lambda: Site(
             "" if made.v is None else made.v.label, terms, dims, dims, layout, axis=0, aside=True
         ),

@@ -34,7 +34,6 @@ from dualform.layers.use import (
     Split,
     book_terms,
     named,
-    place,
 )
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix
@@ -226,7 +225,7 @@ def derived_use(
 
 def _site(find: Finder, found: Found, axis: int | None = None) -> Site | None:
     terms = book_terms(found, form="sum")
-    key = ("derived", place(found), axis)
+    key = ("derived", found, axis)
     return find.site(key, lambda: Site(found.label, terms, axis=axis, aside=True))
 
 
@@ -241,7 +240,7 @@ def spectral_use(
     """The rows that come of σ; `shares` makes (*lead, 1) of an error: its part along the output."""
     P = made.original
     terms = {P.book: Term("outer", made.view, groups)}
-    site = find.site(("sigma", place(P), groups), lambda: Site(P.label, terms, aside=True))
+    site = find.site(("sigma", P, groups), lambda: Site(P.label, terms, aside=True))
     assert site is not None
     mark_given(out)
 
@@ -277,7 +276,7 @@ def normed_use(
     of_v = of_g = None
     if made.v is not None and term is not None:
         terms, label = {made.v.book: replace(term, form="sum" if tall else "outer")}, made.v.label
-        key = ("norm", place(made.v), made.dim, term)
+        key = ("norm", made.v, made.dim, term)
         of_v = find.site(key, lambda: Site(label, terms, axis=find.axis, aside=True))
     if made.g is not None:
         of_g = _site(find, made.g, find.axis)

@@ -17,7 +17,6 @@ from dualform.layers.use import (
     Site,
     Use,
     book_terms,
-    place,
 )
 
 T = torch.Tensor
@@ -156,7 +155,7 @@ def _scale(
 
 
 def _site(find: Finder, found: Found, form: str) -> Site | None:
-    key = (form, place(found), find.axis)
+    key = (form, found, find.axis)
     return find.site(key, lambda: Site(found.label, book_terms(found, form=form), axis=find.axis))
 
 

@@ -21,7 +21,6 @@ from dualform.layers.use import (
     Use,
     book_terms,
     named,
-    place,
 )
 
 
@@ -147,7 +146,7 @@ def _bags(given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
 
 def _site(find: Finder, table: Found) -> Site | None:
     return find.site(
-        ("lookup", place(table)),
+        ("lookup", table),
         lambda: Site(table.label, book_terms(table, form="lookup"), key_dims=0),
     )
 

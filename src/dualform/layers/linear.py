@@ -32,7 +32,6 @@ from dualform.layers.use import (
     Use,
     book_terms,
     named,
-    place,
 )
 
 
@@ -106,7 +105,8 @@ def matrix_use(
     find: Finder, out: Any, swapped: bool, input: Any, weight: Any, bias: Any = None
 ) -> Use | None:
     """A matrix product with a weight, whichever of weight and bias are trained."""
-    return _use(find, out, swapped, input, find(weight), find(bias))
+    W, b = find.each(weight, bias)
+    return _use(find, out, swapped, input, W, b)
 
 
 def _use(
@@ -121,7 +121,7 @@ def _use(
     first = W or b
     if first is None or not isinstance(input, Tensor):
         return None
-    key = (swapped, place(W), place(b), find.axis)
+    key = (swapped, W, b, find.axis)
     site = find.site(
         key, lambda: Site(first.label, book_terms(W, b, swapped=swapped), axis=find.axis)
     )
@@ -150,7 +150,7 @@ def _normed_use(
     """A matrix product with `s v`, and the rows that come of the norm."""
     terms = book_terms(made.v)
     site = find.site(
-        ("normed", place(made.v), find.axis),
+        ("normed", made.v, find.axis),
         lambda: Site("" if made.v is None else made.v.label, terms, axis=find.axis, aside=True),
     )
 

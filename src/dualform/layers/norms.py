@@ -17,7 +17,6 @@ from dualform.layers.use import (
     Use,
     book_terms,
     named,
-    place,
 )
 
 
@@ -62,7 +61,7 @@ class ChannelNorm(LayerKind):
     ) -> Use | None:
         """Normalized again, channels last."""
         given = named(args, kwargs, self.names[func], use_input_stats=True, eps=1e-5)
-        if find(given["weight"]) is None and find(given["bias"]) is None:
+        if not any(find.each(given["weight"], given["bias"])):
             return None
         return _use(find, given, out, _again(func, given), channels=True)
 
@@ -88,7 +87,7 @@ def _use(
     channels: bool = False,
 ) -> Use | None:
     """A scale and an offset of normalized inputs; `channels` come second, and go last."""
-    gamma, beta = find(given["weight"]), find(given.get("bias"))
+    gamma, beta = find.each(given["weight"], given.get("bias"))
     first = gamma or beta
     if first is None:
         return None
@@ -97,7 +96,7 @@ def _use(
         terms = book_terms(gamma, beta, "scale")
         return Site(first.label, terms, dims, dims, axis=0 if channels else find.axis)
 
-    site = find.site(("norm", place(gamma), place(beta), dims, find.axis), build)
+    site = find.site(("norm", gamma, beta, dims, find.axis), build)
     if site is None:
         return None
     if channels:

@@ -41,7 +41,6 @@ from dualform.layers.use import (
     book_terms,
     named,
     outer_site,
-    place,
 )
 
 T = torch.Tensor
@@ -111,11 +110,11 @@ class Bilinear(LayerKind):
     ) -> Use | None:
         """`y = W (x1 ⊗ x2) + b`, with W as a matrix of outputs × pairs of inputs."""
         given = named(args, kwargs, "input1 input2 weight bias")
-        W, b = find(given["weight"]), find(given["bias"])
+        W, b = find.each(given["weight"], given["bias"])
         first = W or b
         if first is None:
             return None
-        key = ("bilinear", place(W), place(b))
+        key = ("bilinear", W, b)
         site = find.site(key, lambda: Site(first.label, book_terms(W, b)))
         x1, x2 = given["input1"], given["input2"]
         if site is None:
@@ -271,7 +270,7 @@ def _scaled(
     find: Finder, found: Found, p: ProductUse, others: Sequence[Tensor], error: Tensor | None
 ) -> Iterator[Rows]:
     """Where nothing is summed over, elements are scaled."""
-    key = ("scaled", place(found))
+    key = ("scaled", found)
     site = find.site(key, lambda: Site(found.label, book_terms(found, form="scale")))
     if site is not None:
         order, lead = p.rows + p.own, len(p.rows)

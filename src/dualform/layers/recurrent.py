@@ -17,7 +17,6 @@ from dualform.layers.use import (
     Rows,
     Site,
     book_terms,
-    place,
 )
 
 
@@ -69,9 +68,9 @@ class RecurrentUse:
         return rows if self._order is None else rows[self._order]
 
     def _site(self, weight: Tensor, bias: Tensor | None) -> Site | None:
-        W, b = self._find(weight), self._find(bias)
+        W, b = self._find.each(weight, bias)
         first = W or b
         if first is None:
             return None
-        key = ("recurrent", place(W), place(b))
+        key = ("recurrent", W, b)
         return self._find.site(key, lambda: Site(first.label, book_terms(W, b), axis=0))

@@ -12,9 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from dualform.layers.computed import PARAMETRIZED, computed_weight, leaves
 from dualform.layers.extent import Block, extent
@@ -118,24 +116,6 @@ class Together:
         return (rows for use in self._uses for rows in use.rows(errors))
 
 
-def when_errors_come(
-    use: Seen, action: Callable[[Sequence[Tensor | None]], None]
-) -> RemovableHandle | None:
-    """Hangs an action on the graph, for when the errors of a use are known.
-
-    The hook is on the node, not on the tensor, which may yet be changed in place. The use forgets
-    its outputs: a hook on their graph must not keep that graph alive. A hook on several outputs
-    holds their graph, which holds the hook, so the handle is to be removed in the end.
-    """
-    outputs, use.outputs = use.outputs, ()
-    if len(outputs) == 1:
-        node = outputs[0].grad_fn
-        return None if node is None else node.register_prehook(action)
-    if all(out.grad_fn is None for out in outputs):
-        return None
-    return torch.autograd.graph.register_multi_grad_hook(outputs, action)
-
-
 def is_single(use: Seen) -> bool:
     """Whether a matrix, or a convolution, is used on a single sample without a dimension for it."""
     if not isinstance(use, Use) or use.outputs[0].ndim != use.site.value_dims:
@@ -189,6 +169,8 @@ class Finder:
             if (owner := computed_weight(name, parameters))
         }
         """The weight that each parameter is there to compute, as parametrizations do."""
+        self.computes = bool(self._owner)
+        """Whether the model has parameters that weights are computed from."""
         self._sites: dict[Hashable, Site | None] = {}
         self.labels: dict[str, str] = {}
         """What shared parameters are called in the module that is running."""
@@ -217,10 +199,9 @@ class Finder:
             return known
         return known._replace(label=self.labels.get(known.book, known.book), given=tensor)
 
-    @property
-    def computes(self) -> bool:
-        """Whether the model has parameters that weights are computed from."""
-        return bool(self._owner)
+    def each(self, *tensors: Any) -> list[Found | None]:
+        """The parameter behind each of some tensors."""
+        return [self(tensor) for tensor in tensors]
 
     def original(self, tensor: Any) -> Found | None:
         """The parameter that weights are computed from, itself or a view of it; else None."""
@@ -256,13 +237,17 @@ class Finder:
         made, what = self._made.get(id(tensor), (None, None))
         return what if made is not None and made() is tensor else None
 
-    def site(self, key: Hashable, build: Callable[[], Site]) -> Site | None:
-        """The site known under a key, made at the first call; None where it feeds no book."""
+    def site(self, key: Sequence[Hashable], build: Callable[[], Site]) -> Site | None:
+        """The site known under a key, made at the first call; None where it feeds no book.
+
+        Parameters in the key stand for the part of them that was given.
+        """
+        known = tuple(_place(part) if isinstance(part, Found) else part for part in key)
         try:
-            return self._sites[key]
+            return self._sites[known]
         except KeyError:
             site = build()
-            return self._sites.setdefault(key, site if site.terms else None)
+            return self._sites.setdefault(known, site if site.terms else None)
 
 
 def _run(action: Callable[..., Any], *args: Any) -> Any:
@@ -274,10 +259,8 @@ def _distinct(tensor: Tensor) -> bool:
     return all(s > 0 for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
 
 
-def place(found: Found | None) -> Hashable:
+def _place(found: Found) -> Hashable:
     """What tells the parts of parameters apart, to know a site by."""
-    if found is None:
-        return None
     given = found.given
     if given is found.parameter:
         return found.book, found.label
@@ -310,7 +293,7 @@ def outer_site(
     find: Finder, found: Found, outputs: Sequence[int], inputs: Sequence[int]
 ) -> Site | None:
     """The site of a matrix product with a weight whose dimensions `outputs` count outputs."""
-    key = ("outer", place(found), tuple(outputs), tuple(inputs))
+    key = ("outer", found, tuple(outputs), tuple(inputs))
 
     def build() -> Site:
         block = found.block(outputs, inputs)

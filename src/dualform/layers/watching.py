@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from dualform.layers.use import Finder, Function, LayerKind, Seen
+from dualform.layers.rows import by_sample
+from dualform.layers.use import Finder, Function, LayerKind, Seen, Site
 from dualform.ledger.format import ROOT
 
 
@@ -63,6 +64,88 @@ class Watching(TorchFunctionMode):
                 return func(*args, **kwargs)
         finally:
             self._find.axis = before
+
+
+def when_errors_come(
+    use: Seen, action: Callable[[Sequence[Tensor | None]], None]
+) -> RemovableHandle | None:
+    """Hangs an action on the graph, for when the errors of a use are known.
+
+    The hook is on the node, not on the tensor, which may yet be changed in place. The use forgets
+    its outputs: a hook on their graph must not keep that graph alive. A hook on several outputs
+    holds their graph, which holds the hook, so the handle is to be removed in the end.
+    """
+    outputs, use.outputs = use.outputs, ()
+    if len(outputs) == 1:
+        node = outputs[0].grad_fn
+        return None if node is None else node.register_prehook(action)
+    if all(out.grad_fn is None for out in outputs):
+        return None
+    return torch.autograd.graph.register_multi_grad_hook(outputs, action)
+
+
+class SampleRows(NamedTuple):
+    """Rows that a call left, as many for each sample, sorted by sample."""
+
+    site: Site
+    keys: Tensor
+    values: Tensor
+    shared: Tensor | None
+    """A matrix with which the blocks of all these rows are multiplied, where they are."""
+
+
+class RowCollector(Watching):
+    """Collects the rows that a backward pass leaves, sorted by sample.
+
+    It is entered around the forward pass; `rows_of` says how many samples there are.
+
+    >>> model, x = nn.Linear(3, 2), torch.ones(4, 3)
+    >>> from dualform.layers import kinds
+    >>> collector = RowCollector(Finder(dict(model.named_parameters())), kinds())
+    >>> with collector.rows_of(4) as rows:
+    ...     with collector:
+    ...         loss = model(x).sum()
+    ...     loss.backward()
+    >>> rows[0].keys.shape, rows[0].values.shape
+    (torch.Size([4, 3]), torch.Size([4, 2]))
+    """
+
+    def __init__(
+        self, find: Finder, kinds: Mapping[Function, LayerKind], usual_axis: int = 0
+    ) -> None:
+        super().__init__(find, kinds, self._await_errors)
+        self._usual_axis, self._samples = usual_axis, 0
+        self._rows: list[SampleRows] = []
+        self._hooks: list[RemovableHandle | None] = []
+
+    @contextmanager
+    def rows_of(self, samples: int) -> Iterator[list[SampleRows]]:
+        """A list that the rows of a forward and a backward pass within are added to."""
+        self._samples, self._rows = samples, []
+        try:
+            yield self._rows
+        finally:
+            # The graph's hooks hold uses, whose inputs' history is the graph: a circle that
+            # Python does not see, so that it has to be broken by hand.
+            for hook in filter(None, self._hooks):
+                hook.remove()
+            self._rows, self._hooks = [], []
+            self._find.recent.clear()
+
+    def _await_errors(self, use: Seen) -> None:
+        self._hooks.append(when_errors_come(use, partial(self._add, use)))
+
+    @torch.no_grad()
+    def _add(self, use: Seen, errors: Sequence[Tensor | None]) -> None:
+        """Adds a use's rows: now, while the graph of a computed weight is still there.
+
+        Rows are left out where no dimension counts samples.
+        """
+        for rows in use.rows(errors):
+            found = by_sample(rows, self._samples, self._usual_axis)
+            if found is not None:
+                shared = None if rows.shared is None else rows.shared.detach()
+                self._rows.append(SampleRows(rows.site, *found, shared))
 
 
 def is_scripted(module: nn.Module) -> bool:

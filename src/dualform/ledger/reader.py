@@ -150,7 +150,7 @@ class Ledger:
     def weights(self, step: int) -> dict[str, Tensor]:
         """Every parameter as it was after `step`, exactly as kept."""
         file = self.kept(step)
-        return file.read_all(n for n in file.arrays if not n.startswith((BUFFER, STATE)))
+        return file.read_all([n for n in file.arrays if not n.startswith((BUFFER, STATE))])
 
     def kept(self, step: int) -> TensorFile:
         """The file of what was kept of `step`: parameters, and the optimizer's memory of them."""

@@ -10,24 +10,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from dualform.errors import ReadingError
 from dualform.layers import (
     Finder,
-    Rows,
-    Seen,
-    Watching,
-    by_sample,
+    RowCollector,
+    SampleRows,
     kinds,
     packing_order,
-    when_errors_come,
 )
 from dualform.ledger import Term
 from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
@@ -43,32 +38,6 @@ ROUNDING = 1e-4
 """How far rows may be from a gradient, relative to what they add up, and still be it."""
 
 
-class GradientPart(NamedTuple):
-    """Rows of some queries, as many for each, sorted by query."""
-
-    book: str
-    term: Term
-    sides: AnySides
-    queries: int
-
-    def total(self, shape: Sequence[int], weights: Tensor) -> Tensor:
-        """The sum of all rows, each query's times its weight, as the parameter, in float64."""
-        count = len(self.sides)
-        each = weights.repeat_interleave(count // self.queries).to(self.sides.a.device)
-        view, groups = self.term.view, self.term.groups
-        return self.sides.totals([slice(0, count)], each, tuple(shape), view, groups)[0]
-
-    def size(self) -> float:
-        """The sum of the rows' sizes, `Σ ‖a‖ ‖b‖`."""
-        if isinstance(self.sides, SharedSides):
-            return float(self.sides.sizes().sum())
-        a, b = self.sides.a, self.sides.b
-        sizes = torch.ones(len(a), device=a.device) if a.ndim == 1 else a.norm(dim=1)
-        if b is not None:
-            sizes = sizes * b.flatten(1).norm(dim=1)
-        return float(sizes.sum())
-
-
 @dataclass
 class Weighted:
     """Weighted sums of gradients, for some queries: (queries, *shape) for each parameter.
@@ -77,54 +46,68 @@ class Weighted:
     """
 
     directions: dict[str, Tensor]
-    _pending: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
-    """(queries, rows of each, …) of both sides, by book, term and size of the blocks."""
+    _pending: dict[tuple[Any, ...], list[SampleRows]] = field(default_factory=dict)
+    """Rows by what they are added to, their site, and the size of keys and values."""
     _bytes: int = 0
 
-    def add(self, part: GradientPart, weight: float) -> None:
-        """Takes rows, `weight` times."""
-        if isinstance(part.sides, SharedSides):
-            sides = replace(part.sides, plain=replace(part.sides.plain, a=part.sides.a * weight))
-            _add_rows(self.directions[part.book], sides, part.term)
+    def add(self, rows: SampleRows, weight: float, books: tuple[str, ...]) -> None:
+        """Takes what rows say to some books, `weight` times: they are linear in the values."""
+        rows = rows._replace(values=rows.values * weight)
+        if rows.shared is not None:
+            self._add_up(rows, books)
             return
-        a, b = part.sides.a, part.sides.b
-        if a.ndim == 1:  # places of a table cannot be scaled, what is added there can
-            assert b is not None
-            b = b * weight
-        else:
-            a = a * weight
-        split = [None if t is None else _by_query(t, part.queries) for t in (a, b)]
-        sizes = [None if t is None else t.shape[1:] for t in (a, b)]
-        self._pending.setdefault((part.book, part.term, *sizes), []).append((split[0], split[1]))
-        self._bytes += a.nbytes + (0 if b is None else b.nbytes)
+        key = (books, id(rows.site), rows.keys.shape[1:], rows.values.shape[1:])
+        self._pending.setdefault(key, []).append(rows)
+        self._bytes += rows.keys.nbytes + rows.values.nbytes
         if self._bytes > PENDING_BYTES:
             self.settle()
 
     def settle(self) -> None:
         """Adds up what is pending."""
-        for (book, term, *_), parts in self._pending.items():
-            _add_sums(self.directions[book], parts, term)
+        for (books, *_), pending in self._pending.items():
+            keys, values = (
+                torch.cat([self._by_query(t) for t in side], 1).flatten(0, 1)
+                for side in ([rows.keys for rows in pending], [rows.values for rows in pending])
+            )
+            self._add_up(pending[0]._replace(keys=keys, values=values), books)
         self._pending.clear()
         self._bytes = 0
 
+    def _by_query(self, rows: Tensor) -> Tensor:
+        queries = len(next(iter(self.directions.values())))
+        return rows.reshape(queries, len(rows) // queries, *rows.shape[1:])
 
-def _by_query(rows: Tensor, queries: int) -> Tensor:
-    return rows.reshape(queries, len(rows) // queries, *rows.shape[1:])
+    def _add_up(self, rows: SampleRows, books: tuple[str, ...]) -> None:
+        for book in books:
+            _add_rows(self.directions[book], _blocks(rows, book), rows.site.terms[book])
 
 
-def _add_sums(into: Tensor, parts: Sequence[tuple[Tensor, Tensor | None]], term: Term) -> None:
-    """Adds the sums of rows to gradients (queries, *shape)."""
-    a = torch.cat([a for a, _ in parts], 1)
-    b = [b for _, b in parts if b is not None]
-    sides = Sides(a.flatten(0, 1), torch.cat(b, 1).flatten(0, 1) if b else None, term.at)
-    _add_rows(into, sides, term)
+def _blocks(rows: SampleRows, book: str) -> AnySides:
+    """What rows add to one of the parameters that took part in their call."""
+    term = rows.site.terms[book]
+    sides = FORMS[term.form].rows(rows.keys, rows.values, term.groups, term.at)
+    if rows.shared is None:
+        return sides
+    which = torch.zeros(len(sides), dtype=torch.long, device=sides.a.device)
+    return SharedSides(Sides(sides.a, sides.b), rows.shared[None], which)
+
+
+def _size(sides: AnySides) -> float:
+    """The sum of the rows' sizes, `Σ ‖a‖ ‖b‖`."""
+    if isinstance(sides, SharedSides):
+        return float(sides.sizes().sum())
+    a, b = sides.a, sides.b
+    sizes = torch.ones(len(a), device=a.device) if a.ndim == 1 else a.norm(dim=1)
+    if b is not None:
+        sizes = sizes * b.flatten(1).norm(dim=1)
+    return float(sizes.sum())
 
 
 def _add_rows(into: Tensor, sides: AnySides, term: Term) -> None:
-    """The same for rows that are sorted by query."""
+    """Adds the sums of rows, sorted by query, to gradients (queries, *shape)."""
     shape = tuple(into.shape[1:])
     height, width = matrix_shape(shape, term.view, term.groups)
-    counts = torch.full((len(into),), len(sides) // len(into))
+    counts = torch.full((len(into),), len(sides.a) // len(into))
     whole = Region.whole(height, width)
     if keeps_order(term.view):
         add_segments(into.view(len(into), height, width), sides, counts, whole)
@@ -144,8 +127,9 @@ class Gradients:
                 module.scale_grad_by_freq = False  # what it scales is no derivative
         known = dict(self._model.named_parameters())
         self._parameters = {name: known[name].requires_grad_() for name in names}
-        self._find, self._kinds = Finder(self._parameters), kinds()
-        packing_order(self._model, self._find)
+        find = Finder(self._parameters)
+        packing_order(self._model, find)
+        self._collector = RowCollector(find, kinds(), asked.axis)
         self._direct: dict[int, set[str]] = {}
         """The parameters whose rows are not their gradients, by how many queries are asked.
 
@@ -192,17 +176,21 @@ class Gradients:
         total.settle()
 
     def _add(self, weight: float, queries: Sequence[int], total: Weighted) -> None:
-        parts = self._rows(queries)
+        with self._collector.rows_of(len(queries)) as found:
+            with _differentiable():
+                value = self._asked.numbers(self._model, queries, self._collector).sum()
+            self._backward(value)
         if len(queries) not in self._direct:
-            self._direct[len(queries)] = self._unexplained(parts, queries)
+            self._direct[len(queries)] = self._unexplained(found, queries)
         direct = self._direct[len(queries)]
-        for part in parts:
-            if part.book not in direct:
-                total.add(part, weight)
+        for rows in found:
+            books = tuple(book for book in rows.site.terms if book not in direct)
+            if books:
+                total.add(rows, weight, books)
         if direct:
-            self._add_directly(weight, queries, total, sorted(direct))
+            self._add_directly(weight, queries, total.directions, sorted(direct))
 
-    def _unexplained(self, parts: Sequence[GradientPart], queries: Sequence[int]) -> set[str]:
+    def _unexplained(self, found: Sequence[SampleRows], queries: Sequence[int]) -> set[str]:
         """The parameters whose rows are not their gradients.
 
         What is asked is summed with a random weight for each query: rows that were taken for those
@@ -211,42 +199,20 @@ class Gradients:
         generator = torch.Generator().manual_seed(len(queries))
         weights = torch.randn(len(queries), dtype=torch.float64, generator=generator)
         with _differentiable():
-            asked = self._asked.asked_of(self._asked.output(self._model, queries), queries)
+            asked = self._asked.numbers(self._model, queries)
             value = (asked * weights.to(asked)).sum()
         gradients = self._gradients(value, list(self._parameters))
         gaps = {name: gradient.double() for name, gradient in gradients.items()}
         sizes = dict.fromkeys(gradients, 0.0)
-        for part in parts:
-            gaps[part.book] = gaps[part.book] - part.total(gaps[part.book].shape, weights)
-            sizes[part.book] += part.size()
+        for rows in found:
+            count = len(rows.values)
+            each = weights.repeat_interleave(count // len(queries)).to(rows.values.device)
+            for book, term in rows.site.terms.items():
+                sides, shape = _blocks(rows, book), tuple(gaps[book].shape)
+                (sum_,) = sides.totals([slice(0, count)], each, shape, term.view, term.groups)
+                gaps[book] = gaps[book] - sum_
+                sizes[book] += _size(sides)
         return {name for name, gap in gaps.items() if float(gap.norm()) > ROUNDING * sizes[name]}
-
-    def _rows(self, queries: Sequence[int]) -> list[GradientPart]:
-        """The rows of all queries."""
-        parts: list[GradientPart] = []
-        hooks: list[RemovableHandle | None] = []
-
-        def add(use: Seen, errors: Sequence[Tensor | None]) -> None:
-            with torch.no_grad():  # now, while the graph of a computed weight is still there
-                for rows in use.rows(errors):
-                    parts.extend(self._parts(rows, len(queries)))
-
-        def take(use: Seen) -> None:
-            hooks.append(when_errors_come(use, partial(add, use)))
-
-        try:
-            with _differentiable():
-                watching = Watching(self._find, self._kinds, take)
-                output = self._asked.output(self._model, queries, watching)
-                value = self._asked.asked_of(output, queries).sum()
-            self._backward(value)
-            return parts
-        finally:
-            # The graph's hooks hold uses, whose inputs' history is the graph: a circle that
-            # Python does not see, so that it has to be broken by hand.
-            for hook in filter(None, hooks):
-                hook.remove()
-            self._find.recent.clear()
 
     def _gradients(self, value: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         self._backward(value)
@@ -262,26 +228,14 @@ class Gradients:
         self._model.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]  # reentrant checkpoints need it
 
-    def _parts(self, rows: Rows, queries: int) -> Iterable[GradientPart]:
-        """A use's rows by query; none where no dimension counts queries."""
-        found = by_sample(rows, queries, self._asked.axis)
-        if found is None:
-            return
-        for book, term in rows.site.terms.items():
-            sides: AnySides = FORMS[term.form].rows(*found, term.groups, term.at)
-            if rows.shared is not None:
-                which = torch.zeros(len(sides), dtype=torch.long, device=sides.a.device)
-                sides = SharedSides(Sides(sides.a, sides.b), rows.shared.detach()[None], which)
-            yield GradientPart(book, term, sides, queries)
-
     def _add_directly(
-        self, weight: float, queries: Sequence[int], total: Weighted, names: Sequence[str]
+        self, weight: float, queries: Sequence[int], directions: Parameters, names: Sequence[str]
     ) -> None:
         for at, query in enumerate(queries):
             with _differentiable():
-                value = self._asked.asked_of(self._asked.output(self._model, [query]), [query])[0]
+                value = self._asked.numbers(self._model, [query])[0]
             for name, gradient in self._gradients(value, names).items():
-                total.directions[name][at].add_(gradient, alpha=weight)
+                directions[name][at].add_(gradient, alpha=weight)
 
 
 @contextmanager

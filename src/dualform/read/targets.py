@@ -85,9 +85,11 @@ class Asked:
         with nullcontext() if within is None else within:
             return call(*args, **kwargs)
 
-    def asked_of(self, output: Any, queries: Sequence[int]) -> Tensor:
-        """(queries,): the numbers asked about, from the model's output for these queries."""
-        parts = _split(output, len(queries), self.axis)
+    def numbers(
+        self, call: Callable[..., Any], queries: Sequence[int], within: Any = None
+    ) -> Tensor:
+        """(queries,): the numbers asked about, from what the model gives (see `output`)."""
+        parts = _split(self.output(call, queries, within), len(queries), self.axis)
         return torch.stack([self._number(*pair) for pair in zip(parts, queries, strict=True)])
 
     def values(self, parameters: Parameters, queries: Sequence[int] | None = None) -> Tensor:
@@ -98,7 +100,7 @@ class Asked:
 
         chosen = range(self.count) if queries is None else queries
         with torch.no_grad():
-            parts = [self.asked_of(self.output(call, b), b) for b in self.batches(chosen)]
+            parts = [self.numbers(call, batch) for batch in self.batches(chosen)]
         return torch.cat(parts).double().cpu()
 
     def _number(self, output: Any, query: int) -> Tensor:

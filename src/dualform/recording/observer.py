@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -169,12 +169,12 @@ class StepObserver:
                     if refusal
                     else (Event.NO_ROWS, reason_of(self._model, name))
                 )
-        memory = self._memories()
+        state = self._optimizer.state
         for name, _, p in self._arranged.by_row:
             if p.grad is not None:
                 if id(p) in refused:
                     lost[name] = (Event.GROUP_REFUSED, refused[id(p)])
-                elif _is_altered(self._memory.get(name), memory.get(name, [])):
+                elif _is_altered(self._memory.get(name), state.get(p)):
                     lost[name] = (Event.STATE_CHANGED, FORGOTTEN)
                 if name in lost:  # what rows did so far stays
                     self._copies.begin_at({name: p.detach().clone()})
@@ -256,16 +256,17 @@ class StepObserver:
         self._arrange()
 
 
-def _is_altered(left: Memory | None, now: Memory) -> bool:
+def _is_altered(left: Memory | None, state: Mapping[str, Any] | None) -> bool:
     """Whether the optimizer's memory of a parameter is not what the last step left, if it did."""
     if left is None:
         return False
+    now = [] if state is None else [part for part in state.values() if isinstance(part, Tensor)]
     if len(now) != len(left):
         return True
-    return any(
-        count != version if new is old else not torch.equal(new, old)
-        for (old, version), (new, count) in zip(left, now, strict=True)
-    )
+    for new, (old, version) in zip(now, left, strict=True):
+        if version_of(new) != version if new is old else not torch.equal(new, old):
+            return True
+    return False
 
 
 def _members(optimizer: Optimizer) -> list[list[int]]:

@@ -91,30 +91,12 @@ class SpotChecks:
 
         `names` are the parameters that are kept by row.
         """
-        left, self._left, self._expected = self._left, {}, {}
-        for name in left.keys() & set(names):
-            weight, memory = left[name]
-            now = self._parameters[name].detach()
-            self._edited.setdefault(OUTSIDE, {})[name] = differs(weight, now)
-            if memory is not None:
-                unlike = _unlike(memory, self._memory(name))
-                self._edited.setdefault(FORGOTTEN, {})[name] = unlike
+        self._expected = {}  # if the last step raised, nobody was told after it
+        if self._left:
+            self._compare_left(names)
         self._steps += 1
-        if self._steps < self._next:
-            return
-        later = (self._steps // EVERY + 1) * EVERY + self._random.randrange(EVERY)
-        self._next = later if self._steps >= EVERY else 2 * self._steps
-        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        try:
-            with undisturbed():
-                for name in names:
-                    parameter = self._parameters[name]
-                    after = stepped_copy(self._optimizer, groups[id(parameter)], parameter)
-                    far = _longest(after - parameter.detach()) if self._leeway else 0.0
-                    self._expected[name] = (after, self._leeway * far)
-        except Exception as error:  # if the step itself fails too, the loop is told by torch
-            kind, self._next = type(self._optimizer).__name__, sys.maxsize
-            self._problem = UNCHECKED.format(kind, f"{type(error).__name__}: {error}")
+        if self._steps >= self._next:
+            self._expect(names)
 
     def problem(self) -> str:
         """Why steps cannot be checked, in words; once, and else nothing."""
@@ -134,6 +116,33 @@ class SpotChecks:
             self._left[name] = AfterStep(after.copy_(now), self._memory(name))
         self._expected = {}
         return found
+
+    def _compare_left(self, names: Collection[str]) -> None:
+        """Compares what the last step left with what is there now."""
+        left, self._left = self._left, {}
+        for name in left.keys() & set(names):
+            weight, memory = left[name]
+            now = self._parameters[name].detach()
+            self._edited.setdefault(OUTSIDE, {})[name] = differs(weight, now)
+            if memory is not None:
+                unlike = _unlike(memory, self._memory(name))
+                self._edited.setdefault(FORGOTTEN, {})[name] = unlike
+
+    def _expect(self, names: Collection[str]) -> None:
+        """Steps copies of the parameters, and says which step is checked next."""
+        later = (self._steps // EVERY + 1) * EVERY + self._random.randrange(EVERY)
+        self._next = later if self._steps >= EVERY else 2 * self._steps
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        try:
+            with undisturbed():
+                for name in names:
+                    parameter = self._parameters[name]
+                    after = stepped_copy(self._optimizer, groups[id(parameter)], parameter)
+                    far = _longest(after - parameter.detach()) if self._leeway else 0.0
+                    self._expected[name] = (after, self._leeway * far)
+        except Exception as error:  # if the step itself fails too, the loop is told by torch
+            kind, self._next = type(self._optimizer).__name__, sys.maxsize
+            self._problem = UNCHECKED.format(kind, f"{type(error).__name__}: {error}")
 
     def _memory(self, name: str) -> list[Tensor]:
         memory = self._optimizer.state.get(self._parameters[name], {})

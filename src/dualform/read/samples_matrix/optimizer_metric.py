@@ -46,8 +46,11 @@ class OptimizerMetric:
     def __init__(self, accounting: Accounting, grouping: Grouping) -> None:
         self.groups, self._accounting, self._grouping = grouping.count, accounting, grouping
         self._exact = SamplesMatrix(accounting, grouping)
-        rates = {book.name: self._by_step(book) for book in self.books}
-        self._rated = SamplesMatrix(accounting, grouping, None, StepWeights(rates))
+        self._rated = self._exact
+        """Gradients with each step's learning rate, where a step has more than one coefficient."""
+        if not self._by_numbers:
+            rates = {book.name: self._by_step(book) for book in self.books}
+            self._rated = SamplesMatrix(accounting, grouping, None, StepWeights(rates))
         self._sizes: dict[str, Tensor | None] = {}
 
     @property

@@ -20,7 +20,6 @@ from torch import Tensor
 from dualform.layers import expand, positions
 from dualform.ledger import Codec, Records, Shard, Stream
 from dualform.ledger.codecs import Exact
-from dualform.ledger.tensors import ArrayPlace
 from dualform.read.engine import ShardRange
 from dualform.read.scan import RowColumns, at_least_32_bits, stored_arrays, widths
 
@@ -182,11 +181,12 @@ class Visits:
     ) -> None:
         """One array from one file; large visits straight to where they belong."""
         place = shard.file.arrays[name]
-        if counts.min() * place.row_bytes >= LARGE_BYTES:
+        row_bytes = place.row_bytes
+        if counts.min() * row_bytes >= LARGE_BYTES:
             each = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
             shard.file.read_into(into, name, zip(at.tolist(), each, strict=True))
             return
-        spans, begins = _spans(place, starts, counts)
+        spans, begins = _spans(row_bytes, starts, counts)
         lengths = [stop - start for start, stop in spans]
         (records,) = self._read([((sum(lengths), *place.shape[1:]), place.dtype)])
         shard.file.read_into(
@@ -225,13 +225,11 @@ def _common_codec(codecs: Sequence[Codec]) -> Codec:
     return Exact.for_records(empty)
 
 
-def _spans(
-    place: ArrayPlace, starts: Places, counts: Places
-) -> tuple[list[tuple[int, int]], Places]:
+def _spans(row_bytes: int, starts: Places, counts: Places) -> tuple[list[tuple[int, int]], Places]:
     """What to read of some visits, in order: ranges of records; and where visits then begin."""
     ends = starts + counts
     gaps = starts[1:] - ends[:-1]
-    cuts = np.flatnonzero(gaps * place.row_bytes > GAP_BYTES)
+    cuts = np.flatnonzero(gaps * row_bytes > GAP_BYTES)
     first, last = [0, *(cuts + 1).tolist()], [*cuts.tolist(), len(starts) - 1]
     spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
     skipped = np.zeros_like(starts)
