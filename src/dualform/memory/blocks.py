@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -102,26 +103,6 @@ def from_matrix(matrix: Tensor, shape: tuple[int, ...], view: str, groups: int =
     return matrix.reshape(inner).transpose(1, 2).reshape(shape)
 
 
-def through_views(
-    mapping: Callable[[Tensor], Tensor],
-    matrices: Tensor,
-    shape: tuple[int, ...],
-    view: str,
-    groups: int = 1,
-) -> Tensor:
-    """Matrices as what a mapping of parameters, (count, *shape) of them, makes of them.
-
-    >>> p = torch.randn(4, 3, 2)
-    >>> found = through_views(torch.neg, as_matrix(p, "swapped")[None], (4, 3, 2), "swapped")
-    >>> torch.equal(found[0], as_matrix(-p, "swapped"))
-    True
-    """
-    if keeps_order(view):
-        return mapping(matrices.reshape(len(matrices), *shape)).reshape(matrices.shape)
-    parameters = torch.stack([from_matrix(matrix, shape, view, groups) for matrix in matrices])
-    return torch.stack([as_matrix(found, view, groups) for found in mapping(parameters)])
-
-
 def by_group(rows: Tensor, groups: int) -> Tensor:
     """The second dimension split into groups.
 
@@ -150,9 +131,20 @@ class RowBlocks(ABC):
         groups: int = 1,
     ) -> list[Tensor]:
         """The total of each of some parts of the rows, as parameters of this shape."""
-        size = matrix_shape(shape, view, groups)
-        found = [self[part].total(coefficients[part], size) for part in parts]
-        return [from_matrix(matrix, shape, view, groups) for matrix in found]
+        found: list[Tensor] = []
+        for some in self.matrix_totals(parts, coefficients, matrix_shape(shape, view, groups)):
+            if keeps_order(view):
+                found.extend(some.reshape(len(some), *shape).unbind())
+            else:
+                found.extend(from_matrix(matrix, shape, view, groups) for matrix in some)
+        return found
+
+    def matrix_totals(
+        self, parts: Sequence[slice], coefficients: Tensor, shape: tuple[int, ...]
+    ) -> Iterator[Tensor]:
+        """(some, *shape): the totals of the parts as matrices, those together that come at once."""
+        for part in parts:
+            yield self[part].total(coefficients[part], shape)[None]
 
 
 @dataclass(frozen=True)
@@ -204,11 +196,38 @@ class Sides(RowBlocks):
         else:
             grouped = by_group(scaled, self.b.shape[1])
             block = torch.einsum("rgo,rgi->goi", grouped, self.b.double()).flatten(0, 1)
-        if block.shape == shape:
-            return block
-        total = torch.zeros(shape, dtype=torch.float64, device=self.a.device)
-        total[top : top + block.shape[0], left : left + block.shape[1]] = block
-        return total
+        return self._placed(block, shape)
+
+    def matrix_totals(
+        self, parts: Sequence[slice], coefficients: Tensor, shape: tuple[int, ...]
+    ) -> Iterator[Tensor]:
+        """Those of neighboring parts of as many rows by one product."""
+        plain = self.a.ndim == 2 and (self.b is None or self.b.ndim == 2)
+        for some in _alike(parts):
+            if len(some) == 1 or not plain:
+                yield from super().matrix_totals(some, coefficients, shape)
+                continue
+            rows = slice(some[0].start, some[-1].stop)
+            sizes = (len(some), some[0].stop - some[0].start, -1)
+            a = (self.a[rows].double() * coefficients[rows, None]).reshape(sizes)
+            b = None if self.b is None else self.b[rows].double().reshape(sizes)
+            blocks = a.sum(1)[:, :, None] if b is None else a.mT @ b
+            yield self._placed(blocks, shape)
+
+    def _placed(self, blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """(..., *shape): blocks where they begin, and zeros around them."""
+        if blocks.shape[-2:] == shape:
+            return blocks
+        (top, left), (height, width) = self.at, blocks.shape[-2:]
+        around = (left, shape[1] - left - width, top, shape[0] - top - height)
+        return torch.nn.functional.pad(blocks, around)
+
+
+def _alike(parts: Sequence[slice]) -> Iterator[list[slice]]:
+    """Parts that follow one another and have the same number of rows, together."""
+    sized = [(part.stop - part.start, at, part) for at, part in enumerate(parts)]
+    for _, some in groupby(sized, key=lambda one: (one[0], one[2].start - one[1] * one[0])):
+        yield [part for _, _, part in some]
 
 
 def _summed_products(a: Tensor, b: Tensor) -> Tensor:

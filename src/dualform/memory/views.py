@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from dualform.memory.blocks import as_matrix, matrix_shape, through_views
+from dualform.memory.blocks import as_matrix, from_matrix, keeps_order, matrix_shape
 
 
 @dataclass(frozen=True)
@@ -85,4 +86,8 @@ class View:
 
     def through(self, mapping: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
         """Matrices as what a mapping of parameters, (count, *shape) of them, makes of them."""
-        return through_views(mapping, matrices, self.shape, self.kind, self.groups)
+        if keeps_order(self.kind):
+            return mapping(matrices.reshape(len(matrices), *self.shape)).reshape(matrices.shape)
+        kind = (self.kind, self.groups)
+        parameters = torch.stack([from_matrix(matrix, self.shape, *kind) for matrix in matrices])
+        return torch.stack([as_matrix(found, *kind) for found in mapping(parameters)])

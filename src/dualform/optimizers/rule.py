@@ -165,6 +165,17 @@ class History:
         known = self.named(step - 1)
         return {name: known.get(name, 0.0) for name in fields}
 
+    def each(self, steps: Sequence[int], fields: Sequence[str]) -> dict[int, Hyper]:
+        """The same of many steps, by their numbers; steps that are alike share one mapping."""
+        found: dict[int, Hyper] = {}
+        known: dict[bytes, Hyper] = {}
+        for step in steps:
+            line = self.hyper[step - 1].tobytes()
+            if line not in known:
+                known = {line: self.at(step, fields)}  # a schedule does not come back to a line
+            found[step] = known[line]
+        return found
+
 
 @dataclass(frozen=True)
 class Coefficients:

@@ -19,7 +19,7 @@ from dualform.read.coefficients import Accounting
 from dualform.read.display import Displayed, columns, framed, pandas_frame
 from dualform.read.engine import Engine, ShardRange
 from dualform.read.scan import count_rows, stored_arrays
-from dualform.read.weights import balance, gross_part, residual_part
+from dualform.read.weights import Balance, balances, gross_part, residual_part
 
 ROUNDING = "it changed by no more than rounding: the remainder is relative to what was added up"
 SUSPECT = 1e-6
@@ -183,15 +183,16 @@ def make_audit(
     measured = max(step for step in ledger.kept_steps if step <= until)
     accounting = Accounting(ledger, measured, device, (), engine)
     latest = Accounting(ledger, until)
-    kept, lines = ledger.kept(measured), []
-    for book in ledger.info.books:
-        found = _measure(accounting, book, kept.read(book.name).double())
+    kept, lines = ledger.kept(measured), {}
+    for book, balance in balances(accounting, ledger.info.books):
+        found = _measure(accounting, book, kept.read(book.name).double(), balance)
         remainder = found.remainder if measured or not until else float("nan")
         line = _line(ledger, latest, book, until, remainder)
         line = replace(line, rounding=found.rounding, residual=found.residual)
         changed = found.small and measured and line.granularity != "frozen"
-        lines.append(replace(line, reason=ROUNDING) if changed else line)
-    return Audit(lines, until, measured, ledger.nbytes)
+        lines[book.name] = replace(line, reason=ROUNDING) if changed else line
+    in_order = [lines[book.name] for book in ledger.info.books]
+    return Audit(in_order, until, measured, ledger.nbytes)
 
 
 class _Measured(NamedTuple):
@@ -203,9 +204,9 @@ class _Measured(NamedTuple):
     small: bool
 
 
-def _measure(accounting: Accounting, book: Book, weight: Tensor) -> _Measured:
+def _measure(accounting: Accounting, book: Book, weight: Tensor, balance: Balance) -> _Measured:
     """A book against the weight that was kept."""
-    whole, initial = balance(accounting, book)
+    whole, initial = balance
     gap, scale, size = ((weight - part).norm() for part in (whole, initial, 0.0))
     numbers = accounting.rule.by_numbers
     if numbers and gap > SUSPECT * scale and _is_column(book):  # rows that cancel leave rounding

@@ -2,21 +2,23 @@
 
 Every step is linear, `z_t = M_t z_{t-1} + n_t g_t`. So the sum of the books, `R W_0 + Σ_t H_t g_t`,
 is where the steps lead from `W_0`, and `R W_0` is where they lead without their gradients. Each
-step's rows are multiplied once, and its arithmetic is done where elements stay in the cache.
+step's rows are multiplied once, and its arithmetic is done where elements stay in the cache. A
+large book goes through the steps in blocks; small books that had the same steps go as one vector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dualform.ledger import Book
-from dualform.ledger.format import BUFFER
+from dualform.ledger.format import BUFFER, STATE
 from dualform.optimizers import BY_ROW, Hyper, StateRule, Value, added, as_tensor
 from dualform.read.coefficients import Accounting
 from dualform.read.replay import Moment, kept_moment, replayed_gradients
@@ -28,6 +30,10 @@ GRADIENT_BYTES = 64 << 20
 """How much the gradients may take that are held at a time, unless a single one takes more."""
 Split: TypeAlias = dict[int, list[Tensor]]
 """Gradients by step, each in blocks."""
+JOINED = 1 << 13
+"""So many elements of small books go through the steps together, at most."""
+Totals: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""A book as it adds up, its first value's part, and that of the chosen rows, in float64."""
 
 
 class Course(NamedTuple):
@@ -57,7 +63,9 @@ class Place:
         W, b, state = self.at
         step, after = rule.transition(hyper, state, W, b, gradient)
         self.at = Moment(*step.forward(W, b, gradient), after)
-        self.initial, self.gap = Course(*step.carry(*self.initial)), Course(*step.carry(*self.gap))
+        self.initial = Course(*step.carry(*self.initial))
+        if self.gap is not NOTHING:
+            self.gap = Course(*step.carry(*self.gap))
         if chosen is not None:
             old = [as_tensor(value, W) for value in self.chosen]
             self.chosen = Course(*step.forward(old[0], old[1], chosen))
@@ -97,90 +105,166 @@ class Forward:
     """
 
     def __init__(self, accounting: Accounting, book: Book, samples: Tensor | None = None) -> None:
-        self._accounting, self._rule, self._book = accounting, accounting.rule.replayed, book
-        self._samples, self._shares = samples, accounting.shares
-        self._history, self._factors = accounting.history(book), accounting.factors(book)
-        in_blocks = self._rule.elementwise and torch.device(accounting.device).type == "cpu"
-        self._block = BLOCK * torch.get_num_threads() if in_blocks else book.size
+        self.accounting, self.rule, self.book = accounting, accounting.rule.replayed, book
+        self._samples = samples
 
-    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The whole, the first value's part, and that of the chosen rows, in float64."""
-        until = self._accounting.until
-        kept = [step for step in self._accounting.ledger.kept_steps if step < until]
-        buffered = BUFFER + self._book.name in self._accounting.ledger.kept(0)
-        places = [Place(at, Course(at.W, at.b if buffered else 0.0)) for at in self._kept(0)]
-        sums = [Sums() for _ in places]
-        for place, found in zip(places, sums, strict=True):
-            found.count(place, self._shares[0])
-        for begin, end in pairwise([*kept, until]):
-            if begin:
-                self._restart(places, begin)
-            self._leg(places, sums, begin + 1, end)
-        names = ("whole", "initial", "chosen")
-        whole, initial, chosen = ([getattr(s, name) for s in sums] for name in names)
-        return self._joined(whole), self._joined(initial), self._joined(chosen)
+    def sums(self) -> Totals:
+        """What the book adds up to."""
+        return JoinedBooks([self]).sums()[0]
 
-    def _restart(self, places: Sequence[Place], step: int) -> None:
-        buffered = self._history.buffers.get(step, True)
-        for place, at in zip(places, self._kept(step), strict=True):
-            place.restart(at, buffered)
+    @property
+    def joins(self) -> bool:
+        """Whether the book may go through its steps together with others."""
+        return self.rule.elementwise and len(self.book.shape) > 0 and self.book.size <= JOINED
 
-    def _leg(self, places: Sequence[Place], sums: Sequence[Sums], first: int, last: int) -> None:
-        """Steps between which nothing was kept, as many at a time as their gradients allow."""
-        count = max(1, GRADIENT_BYTES // (8 * self._book.size))
-        for begin in range(first, last + 1, count):
-            numbers = range(begin, min(begin + count, last + 1))
-            gradients, chosen = self._gradients(numbers)
-            hyper = {t: self._history.at(t, self._rule.fields) for t in gradients}
-            for at, (place, found) in enumerate(zip(places, sums, strict=True)):
-                for t in numbers:
-                    if t in gradients:
-                        some = chosen[t][at] if chosen else None
-                        place.step(self._rule, hyper[t], gradients[t][at], some)
-                    found.count(place, self._shares[t])
+    @property
+    def fingerprint(self) -> tuple[Any, ...]:
+        """What decides how an element moves, besides its gradients: alike, books can be joined."""
+        history, ledger = self.accounting.history(self.book), self.accounting.ledger
+        kept: list[Any] = []
+        entries = {name: f"{STATE}{name}:{self.book.name}" for name in self.rule.state}
+        for file in map(ledger.kept, ledger.kept_steps):
+            kept.append(BUFFER + self.book.name in file)
+            for name, entry in entries.items():
+                if entry in file and file.arrays[entry].shape == self.book.shape:
+                    kept.append(name)  # by element
+                elif entry in file:
+                    kept.append((name, str(file.read(entry).tolist())))
+        buffers = tuple(history.buffers.items())
+        return history.states.tobytes(), history.hyper.tobytes(), buffers, tuple(kept)
 
-    def _gradients(self, numbers: Sequence[int]) -> tuple[Split, Split]:
-        """What the optimizer saw at each step that is booked by row, of all rows and of some."""
-        by_row = [t for t in numbers if self._history.states[t - 1] == BY_ROW]
-        if not by_row:
-            return {}, {}
-        reader, place = self._accounting.reader, (self._book, by_row[0], by_row[-1])
-        gradients, ratios = replayed_gradients(reader, self._rule, *place)
+    def gradients(self, steps: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """What the optimizer saw at each of these steps, of all rows and of the chosen ones."""
+        reader, place = self.accounting.reader, (self.book, steps[0], steps[-1])
+        gradients, ratios = replayed_gradients(reader, self.rule, *place)
         if self._samples is None:
-            return self._scaled(by_row, gradients, {}), {}
+            return self._scaled(steps, gradients, {}), []
         chosen = step_gradients(reader, *place, self._samples)
-        return self._scaled(by_row, gradients, {}), self._scaled(by_row, chosen, ratios)
+        return self._scaled(steps, gradients, {}), self._scaled(steps, chosen, ratios)
 
     def _scaled(
         self, steps: Sequence[int], sums: Mapping[int, Tensor], ratios: Mapping[int, Tensor]
-    ) -> Split:
-        """Sums of rows times the factors of their steps, block by block."""
-        none = torch.zeros(self._book.shape, dtype=torch.float64, device=self._accounting.device)
-        found = {}
-        for t in steps:
-            factor = ratios.get(t, 1.0) * float(self._factors[t - 1])
+    ) -> list[Tensor]:
+        """Sums of rows times the factors of their steps."""
+        none = torch.zeros(self.book.shape, dtype=torch.float64, device=self.accounting.device)
+        factors = self.accounting.factors(self.book)[np.array(steps) - 1].tolist()
+        found = []
+        for t, factor in zip(steps, factors, strict=True):
             gradient = sums.get(t, none)
-            found[t] = self._split(gradient * factor if t in ratios or factor != 1.0 else gradient)
+            if t in ratios:
+                gradient = gradient * ratios[t]
+            found.append(gradient if factor == 1.0 else gradient * factor)
         return found
 
+
+class JoinedBooks:
+    """Books that had the same steps, replayed as one: a large one in blocks, small ones joined."""
+
+    def __init__(self, books: Sequence[Forward]) -> None:
+        self._books, first = books, books[0]
+        self._accounting, self._rule = first.accounting, first.rule
+        self._history = self._accounting.history(first.book)
+        self._sizes = [one.book.size for one in books]
+        self._size = sum(self._sizes)
+        self._shape = first.book.shape if len(books) == 1 else (self._size,)
+        on_cpu = torch.device(self._accounting.device).type == "cpu"
+        in_blocks = self._rule.elementwise and on_cpu
+        self._block = BLOCK * torch.get_num_threads() if in_blocks else self._size
+
+    def sums(self) -> list[Totals]:
+        """What each book adds up to."""
+        until, ledger = self._accounting.until, self._accounting.ledger
+        kept = [step for step in ledger.kept_steps if step < until]
+        buffered = BUFFER + self._books[0].book.name in ledger.kept(0)
+        places = [Place(at, Course(at.W, at.b if buffered else 0.0)) for at in self._kept(0)]
+        sums = [Sums() for _ in places]
+        for place, found in zip(places, sums, strict=True):
+            found.count(place, self._accounting.shares[0])
+        for begin, end in pairwise([*kept, until]):
+            if begin:
+                still_buffered = self._history.buffers.get(begin, True)
+                for place, at in zip(places, self._kept(begin), strict=True):
+                    place.restart(at, still_buffered)
+            self._leg(places, sums, begin + 1, end)
+        whole = self._parted([found.whole for found in sums])
+        initial = self._parted([found.initial for found in sums])
+        chosen = self._parted([found.chosen for found in sums])
+        return list(zip(whole, initial, chosen, strict=True))
+
+    def _leg(self, places: Sequence[Place], sums: Sequence[Sums], first: int, last: int) -> None:
+        """Steps between which nothing was kept, as many at a time as their gradients allow."""
+        count, shares = max(1, GRADIENT_BYTES // (8 * self._size)), self._accounting.shares
+        for begin in range(first, last + 1, count):
+            numbers = range(begin, min(begin + count, last + 1))
+            by_row = [t for t in numbers if self._history.states[t - 1] == BY_ROW]
+            gradients, chosen = self._gradients(by_row) if by_row else ({}, {})
+            hyper = self._history.each(by_row, self._rule.fields)
+            for at, (place, found) in enumerate(zip(places, sums, strict=True)):
+                for t in numbers:
+                    if t in hyper:
+                        some = chosen[t][at] if chosen else None
+                        place.step(self._rule, hyper[t], gradients[t][at], some)
+                    if shares[t]:
+                        found.count(place, shares[t])
+
+    def _gradients(self, steps: Sequence[int]) -> tuple[Split, Split]:
+        """What the optimizer saw at each of these steps, of all rows and of some."""
+        every, some = zip(*[one.gradients(steps) for one in self._books], strict=True)
+        return self._by_step(steps, every), self._by_step(steps, some) if some[0] else {}
+
+    def _by_step(self, steps: Sequence[int], books: Sequence[Sequence[Tensor]]) -> Split:
+        """The gradients of the books at each step, joined, in blocks."""
+        joined = books[0]
+        if len(books) > 1:
+            joined = torch.cat([torch.stack(list(own)).flatten(1) for own in books], 1).unbind()
+        return dict(zip(steps, map(self._split, joined), strict=True))
+
     def _kept(self, step: int) -> list[Moment]:
-        """What was kept of a step, block by block."""
-        kept = kept_moment(self._accounting.reader, self._rule, self._book, step)
-        W, b = self._split(kept.W), self._split(kept.b)
-        state = {name: self._split(value, len(W)) for name, value in kept.state.items()}
+        """What was kept of a step, joined, block by block."""
+        reader = self._accounting.reader
+        found = [kept_moment(reader, self._rule, one.book, step) for one in self._books]
+        W, b = ([getattr(at, name) for at in found] for name in ("W", "b"))
+        state = {name: self._joined([at.state[name] for at in found]) for name in found[0].state}
+        blocks = list(zip(self._split(self._joined(W)), self._split(self._joined(b)), strict=True))
+        split = {name: self._split(value, len(blocks)) for name, value in state.items()}
         return [
-            Moment(W[at], b[at], {name: parts[at] for name, parts in state.items()})
-            for at in range(len(W))
+            Moment(*block, {name: parts[at] for name, parts in split.items()})
+            for at, block in enumerate(blocks)
         ]
 
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """One behind the other; a number of the optimizer's is the same for all books."""
+        if len(parts) == 1 or parts[0].shape != self._books[0].book.shape:
+            return parts[0]
+        return torch.cat([part.reshape(-1) for part in parts])
+
     def _split(self, whole: Tensor, count: int = 1) -> list[Tensor]:
-        """In blocks; what does not have the shape of the book belongs to all of them."""
-        if self._book.size <= self._block or whole.shape != self._book.shape:
+        """In blocks; what does not have the shape of the books belongs to all of them."""
+        if self._size <= self._block or whole.shape != self._shape:
             return [whole] * count
         return list(torch.split(whole.reshape(-1), self._block))
 
-    def _joined(self, parts: Sequence[Value]) -> Tensor:
-        tensors = [part for part in parts if isinstance(part, Tensor)]
-        if not tensors:
-            return torch.zeros(self._book.shape, dtype=torch.float64)
-        return torch.cat([part.reshape(-1) for part in tensors]).reshape(self._book.shape).cpu()
+    def _parted(self, blocks: Sequence[Value]) -> list[Tensor]:
+        """Blocks as the books that they are of."""
+        tensors = [block.reshape(-1) for block in blocks if isinstance(block, Tensor)]
+        flat = torch.cat(tensors) if tensors else torch.zeros(self._shape, dtype=torch.float64)
+        parts = torch.split(flat.reshape(-1).cpu(), self._sizes)
+        return [p.reshape(one.book.shape) for p, one in zip(parts, self._books, strict=True)]
+
+
+def forward_totals(
+    accounting: Accounting, books: Sequence[Book], samples: Tensor | None = None
+) -> Iterator[tuple[Book, Totals]]:
+    """What each book adds up to; not in their order, as those that had the same steps join."""
+    groups: list[list[Forward]] = []
+    joining: dict[tuple[Any, ...], list[Forward]] = {}
+    for one in [Forward(accounting, book, samples) for book in books]:
+        key = one.fingerprint if one.joins else (one.book.name,)
+        size = one.book.size + sum(other.book.size for other in joining.get(key, ()))
+        if key not in joining or size > JOINED:
+            joining[key] = []
+            groups.append(joining[key])
+        joining[key].append(one)
+    for group in groups:
+        for one, totals in zip(group, JoinedBooks(group).sums(), strict=True):
+            yield one.book, totals

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,9 +16,12 @@ from dualform.memory.blocks import Sides
 from dualform.optimizers import Operator, apply
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import Fold, ShardRange
-from dualform.read.forward import Forward
+from dualform.read.forward import forward_totals
 from dualform.read.scan import chunks, row_sides, rows_total
 from dualform.read.step_gradients import chosen, residuals, streams_of
+
+Balance: TypeAlias = tuple[Tensor, Tensor]
+"""A parameter as its book adds up to it, and its first value's part of that."""
 
 
 def initial_part(accounting: Accounting, book: Book) -> Tensor:
@@ -123,7 +127,8 @@ def row_parts(accounting: Accounting, books: Sequence[Book], samples: Tensor) ->
     """What the rows of some samples add up to in each book, in float64."""
     if accounting.rule.by_numbers:
         return {book.name: _row_part(accounting, book, samples) for book in books}
-    return {book.name: Forward(accounting, book, samples).sums()[2] for book in books}
+    found = forward_totals(accounting, books, samples)
+    return {book.name: chosen for book, (_, _, chosen) in found}
 
 
 def _row_part(accounting: Accounting, book: Book, samples: Tensor | None) -> Tensor:
@@ -192,16 +197,27 @@ class RowSum(Fold[Tensor]):
         return 8 * self.book.size
 
 
-def balance(accounting: Accounting, book: Book) -> tuple[Tensor, Tensor]:
-    """A parameter as its book adds up to it, and its first value's part of that, in float64."""
+def balances(accounting: Accounting, books: Sequence[Book]) -> Iterator[tuple[Book, Balance]]:
+    """Each parameter as its book adds up to it, and its first value's part, in float64.
+
+    Books that the optimizer's replay takes together follow one another.
+    """
     if accounting.rule.by_numbers:
-        initial = initial_part(accounting, book)
-        whole = _row_part(accounting, book, None) + residual_part(accounting, book) + initial
-    else:
-        whole, initial, _ = Forward(accounting, book).sums()
-    return whole + step_part(accounting, book), initial
+        for book in books:
+            initial = initial_part(accounting, book)
+            whole = _row_part(accounting, book, None) + residual_part(accounting, book) + initial
+            yield book, (whole + step_part(accounting, book), initial)
+        return
+    for book, (whole, initial, _) in forward_totals(accounting, books):
+        yield book, (whole + step_part(accounting, book), initial)
+
+
+def balance(accounting: Accounting, book: Book) -> Balance:
+    """The same of one book."""
+    return next(balances(accounting, [book]))[1]
 
 
 def reconstruct(accounting: Accounting) -> dict[str, Tensor]:
     """Every parameter as the books add up to it, in float64."""
-    return {book.name: balance(accounting, book)[0] for book in accounting.ledger.info.books}
+    books = accounting.ledger.info.books
+    return {book.name: whole for book, (whole, _) in balances(accounting, books)}
