@@ -65,7 +65,7 @@ def recorded(folder: Path) -> tuple[nn.Module, torch.Tensor, Pairs]:
     torch.manual_seed(0)
     layers = [(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(WIDTHS)]
     model = nn.Sequential(*list(itertools.chain(*layers))[:-1])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     x, y = torch.randn(BATCH, WIDTHS[0]), torch.randint(0, WIDTHS[-1], (BATCH,))
     with dualform.record(model, optimizer, folder / "run") as recorder:
         for _ in range(STEPS):
@@ -82,7 +82,7 @@ def walks(folder: Path) -> Iterator[tuple[str, Pairs]]:
     model, x, pairs = recorded(folder)
     yield "step", pairs
     reads: dict[str, Callable[[dualform.Run], Any]] = {
-        "spotlight": lambda run: run.spotlight(model, x[:1]),
+        "spotlight": lambda run: run.spotlight(model, x[:1])["2"].top(3),
         "influence": lambda run: run.influence(model, x[:1], target=0),
         "request": lambda run: Explorer(Exhibit(run, model, x[:1])).view("answer", {"query": "0"}),
     }

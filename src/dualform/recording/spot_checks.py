@@ -83,7 +83,7 @@ class SpotChecks:
         """After a step that was checked: what it left."""
         self._edited: dict[str, dict[str, Tensor]] = {}
         """For each reason and book, whether it holds."""
-        self._problem = ""
+        self.problem = ""
         """Why steps cannot be checked, until that was told."""
 
     def before_step(self, names: Collection[str]) -> None:
@@ -98,9 +98,9 @@ class SpotChecks:
         if self._steps >= self._next:
             self._expect(names)
 
-    def problem(self) -> str:
-        """Why steps cannot be checked, in words; once, and else nothing."""
-        problem, self._problem = self._problem, ""
+    def take_problem(self) -> str:
+        """Why steps cannot be checked, in words; from then on it counts as told."""
+        problem, self.problem = self.problem, ""
         return problem
 
     def handed_over(self, weights: Mapping[str, Tensor]) -> None:
@@ -142,7 +142,7 @@ class SpotChecks:
                     self._expected[name] = (after, self._leeway * far)
         except Exception as error:  # if the step itself fails too, the loop is told by torch
             kind, self._next = type(self._optimizer).__name__, sys.maxsize
-            self._problem = UNCHECKED.format(kind, f"{type(error).__name__}: {error}")
+            self.problem = UNCHECKED.format(kind, f"{type(error).__name__}: {error}")
 
     def _memory(self, name: str) -> list[Tensor]:
         memory = self._optimizer.state.get(self._parameters[name], {})

@@ -162,8 +162,8 @@ class StepRecorder:
             self.hand_over(*stages.schedule.due)
         if step.notes:
             stages.notices.lost(step.notes)
-        if problem := stages.spot_checks.problem():
-            stages.notices.remark(problem)
+        if stages.spot_checks.problem:
+            stages.notices.remark(stages.spot_checks.take_problem())
 
     def share(self, other: Optimizer, before: dict[str, Tensor]) -> None:
         """Another optimizer has changed parameters, which were so `before` it."""
