@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,40 @@ def test_numbers_are_operators_too(tmp_path: Path) -> None:
         whole, left = balance(accounting, book)
         assert torch.equal(left, initial)
         torch.testing.assert_close(rows + initial, whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "AdamW", "Adagrad", "RMSprop"])
+def test_books_that_are_joined_add_up_to_what_each_does_alone(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of three have the same steps; the last has its own learning rate, and joins later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(3)]).double()
+    groups = [{"params": [*model[0].parameters(), *model[1].parameters()]}]
+    made = getattr(torch.optim, optimizer)(
+        [*groups, {"params": [*model[2].parameters()], "lr": 0.03}], lr=0.01
+    )
+    with dualform.record(model, made, tmp_path / "run") as recorder:
+        for step in range(STEPS):
+            model[2].requires_grad_(step > 2)
+            recorder.samples(torch.arange(5))
+            model(torch.randn(5, 4).double()).square().sum().backward()
+            made.step()
+            made.zero_grad()
+            if step == 5:
+                recorder.checkpoint()
+    ledger, some = Ledger(tmp_path / "run"), torch.tensor([1, 3])
+    accounting, books = Accounting(ledger, STEPS), ledger.info.books
+    alone = {book.name: Forward(accounting, book, some).sums() for book in books}
+    groups_made: list[list[str]] = []
+
+    class Counted(forward.JoinedBooks):
+        def __init__(self, joined: Sequence[Forward]) -> None:
+            groups_made.append([one.book.name for one in joined])
+            super().__init__(joined)
+
+    monkeypatch.setattr(forward, "JoinedBooks", Counted)
+    for book, totals in forward.forward_totals(accounting, books, some):
+        for one, other in zip(alone[book.name], totals, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-13, atol=1e-15)
+    assert groups_made == [["0.weight", "1.weight"], ["2.weight"]]
