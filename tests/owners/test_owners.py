@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.cases.structures import B, D, numbers
+from tests.cases.case import Case, classes
+from tests.cases.structures import B, D, numbers, tokens
+from tests.laws.attribution import attribution_holds
 from tests.told import told
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -290,3 +292,35 @@ def test_no_experiment_is_made_where_no_rows_are_kept() -> None:
     batch = Batch(1, None, 1, size=4)
     assert Owners(parameters, 0).begin(batch, [x], frozenset(["weight"])) is not None
     assert Owners(parameters, 0).begin(batch, [x], frozenset(parameters)) is None
+
+
+# 16 bits
+
+
+class Attending(nn.Module):
+    """A layer of attention; what all samples have in common is much larger than what differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(31, 16), nn.Embedding(12, 16)
+        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = 0.1 * self.words(x) + self.places(torch.arange(x.shape[1]))
+        q, k, v = self.qkv(self.norm(h)).chunk(3, dim=-1)
+        h = h + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return self.head(h + self.down(F.gelu(self.up(h)))).mean(1)
+
+
+def test_owners_are_found_under_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what differs alone: no pattern that a shape proposes helps."""
+    monkeypatch.setattr("dualform.owners.trial.PROPOSALS", 0)
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return classes(model, x)
+
+    case = Case(Attending, tokens(B, 12), losses)
+    audit = attribution_holds(case, tmp_path / "run", reach=0.02, dtype=torch.float32)
+    assert {book.granularity for book in audit.books} == {"row"}

@@ -42,7 +42,18 @@ HOST_BYTES = 2 << 30
 ELEMENTS = 128
 """So many elements of a row are compared, where it has more."""
 ROUNDINGS = 64.0
-"""By more than so many roundings of a row's largest element must something differ to count."""
+"""By more than so many roundings of a row's largest element must something differ to count.
+
+Kernels may add up in another order each time. In 32 and 64 bits the roundings of many additions
+then reach the result.
+"""
+ROUNDINGS_16 = 4.0
+"""The same for numbers of 16 bits or fewer.
+
+Kernels add these up in 32 bits, and round the result once. So two orders of addition differ by one
+rounding, and by a few more where earlier results already did. 64 roundings of a bfloat16 would be
+half of the number itself.
+"""
 
 Geometry: TypeAlias = tuple[int, int, torch.Size, tuple[int, ...]]
 
@@ -133,7 +144,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         real, twins = some[0], some[1:]
         same = real == twins
         if tensor.is_floating_point():
-            reach = ROUNDINGS * torch.finfo(tensor.dtype).eps * real.abs().amax(-1, keepdim=True)
+            reach = real.abs().amax(-1, keepdim=True) * rounding_reach(tensor.dtype)
             same |= (real - twins).abs() <= reach
             same |= real.isnan() & twins.isnan()
         found[worlds] = ~same.all(-1)
@@ -362,6 +373,16 @@ def shares_memory(tensor: Tensor) -> bool:
     (True, False)
     """
     return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def rounding_reach(dtype: torch.dtype) -> float:
+    """How much of a row's largest element rounding may change.
+
+    >>> rounding_reach(torch.bfloat16), rounding_reach(torch.float32) < 1e-5
+    (0.03125, True)
+    """
+    info = torch.finfo(dtype)
+    return info.eps * (ROUNDINGS_16 if info.bits <= 16 else ROUNDINGS)
 
 
 def room_for(tensor: Tensor) -> int:
