@@ -30,6 +30,7 @@ from dualform.owners.patterns import (
     owners_by,
     patterns,
 )
+from dualform.owners.trial import TOO_LARGE
 from dualform.owners.twins import Twins
 
 # Codes and patterns
@@ -152,22 +153,59 @@ def test_a_world_is_the_pass_with_other_inputs() -> None:
     assert torch.equal(twins.twin(out, 0), model(other))
 
 
-def test_worlds_are_given_up_where_there_is_no_room() -> None:
-    x = torch.randn(8, 1000)
-    twins = Twins(4, room=100_000)
-    for world in range(4):
-        twins.change([x], world, [x.roll(1, 0)])
+def changed_in_worlds(x: Tensor, worlds: int, room: int) -> Twins:
+    """Worlds in which all of a tensor differs."""
+    twins = Twins(worlds, room)
+    for world in range(worlds):
+        twins.change([x], world, [x + 1 + world])
+    return twins
+
+
+def test_what_was_not_used_for_long_goes_first_and_from_two_worlds_last() -> None:
+    x = torch.randn(1000)  # 4 kB
+    twins = changed_in_worlds(x, worlds=4, room=64_000)
     with twins:
-        kept = [x * n for n in range(100)]
-    assert len(kept) == 100
-    assert sum(twins.alive) < 4
+        made = [x * n for n in range(1, 4)]
+        assert not any(twins.lost(y).any() for y in (x, *made))
+        made.append(x * 4)
+        assert [twins.lost(y).tolist() for y in made[:2]] == [[False, False, True, True]] * 2
+        assert not any(twins.lost(y).any() for y in made[2:])
+        later = [x * n for n in range(20)]
+        assert twins.lost(made[0]).all()
+        assert twins._memories.nbytes <= 64_000
+        below = made[0] + later[-1]
+    assert not twins.lost(later[-1]).any()
+    assert twins.lost(below).all()
+
+
+def test_a_result_that_is_too_large_is_lost_with_all_that_follows_from_it() -> None:
+    x = torch.randn(1000)
+    twins = changed_in_worlds(x, worlds=4, room=64_000)  # 16 kB for an operation
+    with twins:
+        half = x.expand(2, 1000).clone()
+        wide = x.expand(3, 1000).clone()
+        shape, places = torch.zeros_like(wide), wide.argmax(1)
+        total, buffer = wide.sum(), torch.zeros(3)
+        buffer.copy_(wide[:, 0])
+    assert twins.lost(half).tolist() == [False, False, True, True]
+    assert all(twins.lost(y).all() for y in (wide, wide[0], total, buffer))
+    assert not any(twins.lost(y).any() for y in (x, shape, places))
+
+
+def test_copies_of_tensors_that_are_no_more_are_let_go() -> None:
+    x = torch.randn(1000)
+    twins = changed_in_worlds(x, worlds=2, room=1 << 30)
+    with twins:
+        for _ in range(200):
+            x * 2
+    assert twins._memories.nbytes < 40 * 8_000
 
 
 def test_a_slice_of_a_dataset_costs_no_more_than_itself() -> None:
     data = torch.randn(1000, 100)
     twins = Twins(1)
     twins.change([data[40:44]], 0, [torch.zeros(4, 100)])
-    assert [memory.nbytes for memory in twins._memory.values()] == [4 * 100 * 4]
+    assert twins._memories.nbytes == 4 * 100 * 4
 
 
 # What cannot be given to samples
@@ -292,6 +330,78 @@ def test_no_experiment_is_made_where_no_rows_are_kept() -> None:
     batch = Batch(1, None, 1, size=4)
     assert Owners(parameters, 0).begin(batch, [x], frozenset(["weight"])) is not None
     assert Owners(parameters, 0).begin(batch, [x], frozenset(parameters)) is None
+
+
+# Memory
+
+
+class Words(nn.Module):
+    """A layer, then far more logits than it has numbers, and the losses inside of the model."""
+
+    def __init__(self, behind: bool = False) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(D, D), nn.Linear(D, 500, bias=False)
+        self.behind = nn.Linear(500, 3) if behind else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.enter(x)))
+        logits = logits if self.behind is None else self.behind(torch.tanh(logits))
+        return F.cross_entropy(logits, torch.arange(len(x)) % 3, reduction="none")
+
+
+def losses_inside(model: nn.Module, x: Tensor) -> Tensor:
+    losses: Tensor = model(x)
+    return losses
+
+
+ROOM = "dualform.owners.world_memory.HOST_BYTES"
+SOME = 4 * 2 * B * 500 * 4
+"""Room for results as large as the logits in one world, but not in two."""
+
+
+def test_a_head_behind_the_last_layer_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, clear = [], Twins.clear
+
+    def count(twins: Twins) -> None:
+        sizes.append(twins._memories.nbytes)
+        clear(twins)
+
+    monkeypatch.setattr(Twins, "clear", count)
+    case = Case(Words, numbers(B, D), losses_inside)
+    for room in (1 << 30, SOME):
+        monkeypatch.setattr(ROOM, room)
+        audit = attribution_holds(case, tmp_path / str(room))
+        assert {book.granularity for book in audit.books} == {"row"}
+    without, within = sizes[0], sizes[len(sizes) // 2]
+    assert without > 4 * B * 500 * 8
+    assert within < without / 10
+
+
+def test_layers_behind_what_is_too_large_are_kept_by_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ROOM, SOME)
+    case = Case(lambda: Words(True), numbers(B, D), losses_inside, {"behind": TOO_LARGE})
+    attribution_holds(case, tmp_path / "run")
+
+
+def test_a_smaller_batch_in_the_first_step_tells_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ROOM, SOME)
+    model = Words(True).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    path = tmp_path / "run"
+    uneven = pytest.warns(dualform.errors.RecordingWarning, match="the batch of step 1 has 2")
+    with uneven, dualform.record(model, optimizer, path):
+        for step in range(20):
+            model(numbers(2 if step == 0 else B, D)(step)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    audit = dualform.open(path).audit()
+    assert reasons(audit) == {"enter": "", "head": "", "behind": ""}
 
 
 # 16 bits

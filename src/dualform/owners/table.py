@@ -149,7 +149,8 @@ class Owners:
         if stretch is None and not batch.sample_of().any():
             return torch.zeros(math.prod(lead), dtype=torch.long, device="cpu")  # one for all
         shape = "×".join(map(str, lead)) or "1"
-        return UNSEEN.format(shape, batch.size) if stretch is None else stretch
+        unseen = found.reason or UNSEEN.format(shape, batch.size)
+        return unseen if stretch is None else stretch
 
     def _pattern(self, site: Site, ndim: int) -> Pattern | None:
         """The site's own pattern, or that which all other uses of the same books share."""

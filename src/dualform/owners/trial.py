@@ -24,9 +24,14 @@ from dualform.owners.patterns import (
     owners_by,
     patterns,
 )
-from dualform.owners.twins import Twins, outside, room_for, shares_memory
+from dualform.owners.twins import Twins, outside, shares_memory
+from dualform.owners.world_memory import LEAST, room_for
 
 LOST = "an experiment could not follow its rows, since an operation failed with other inputs: {}"
+TOO_LARGE = (
+    "an experiment could not follow its rows: tensors before or behind it are too large to be "
+    "computed several times; give the model a smaller batch in the first step"
+)
 PROPOSALS = 8
 """For so many layers whose rows depend on no sample, an experiment tries what shapes propose."""
 
@@ -39,8 +44,15 @@ class Sighting:
     lead: tuple[int, ...]
     changed: Tensor
     """(worlds, rows)."""
+    lost: Tensor
+    """(worlds,): where nobody knows which rows changed."""
     moves: bool
     finding: Finding = field(default_factory=Finding)
+
+    @property
+    def unmoved(self) -> bool:
+        """Whether no row changed in any world, as far as that is known everywhere."""
+        return not (self.changed.any() or self.lost.any())
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ class Trial:
         self._uses: list[tuple[Seen, list[Sighting]]] = []
         with outside():
             for at, axis in enumerate(self._axes):
-                self._exchange(inputs, axis, at * self._main)
+                self._exchange(inputs, axis, self._worlds_of(at))
 
     @classmethod
     def of(cls, samples: int, inputs: Sequence[Tensor], usual: int) -> Trial | None:
@@ -79,16 +91,21 @@ class Trial:
         chosen = [x for x in inputs if has_samples(x, samples)]
         return cls(Batch(0, None, 0, samples), chosen, usual, 0) if samples > 1 and chosen else None
 
-    def _exchange(self, inputs: Sequence[Tensor], axis: int, first: int) -> None:
+    def _worlds_of(self, at: int) -> slice:
+        """The worlds of one reading of the input; those of both alternate: the last go first."""
+        return slice(at, self._main * len(self._axes), len(self._axes))
+
+    def _exchange(self, inputs: Sequence[Tensor], axis: int, worlds: slice) -> None:
         """Gives some samples the input of another, in each world."""
-        for world, members in enumerate(self._members):
+        numbers = range(len(self.twins.alive))[worlds]
+        for world, members in zip(numbers, self._members, strict=True):
             shift, twins = self._draw.randrange(1, self._places), []
             for x in inputs:
                 dim = sample_dim(x, self._places, axis)
                 shape = [-1 if at == dim else 1 for at in range(x.ndim)]
                 mask = members[self.sample_of].to(x.device).view(shape)
                 twins.append(torch.where(mask, other(x.detach(), dim, shift), x.detach()))
-            self.twins.change(inputs, first + world, twins)
+            self.twins.change(inputs, world, twins)
 
     def observe(self, use: Seen) -> list[Sighting]:
         """Looks at the rows of a call that has just been made: at their keys, as a rule.
@@ -98,7 +115,7 @@ class Trial:
         found = self._sight(use, None)
         if not all(sighting.changed.any() for sighting in found):
             found = self._sight(use, list(use.outputs))
-            if isinstance(use, Use) and len(found) == 1 and not found[0].changed.any():
+            if isinstance(use, Use) and len(found) == 1 and found[0].unmoved:
                 with outside():
                     self._propose(use, found[0])
         self._uses.append((use, found))
@@ -113,11 +130,12 @@ class Trial:
     def _sighting(self, rows: Rows) -> Sighting:
         keys, values, site = rows.keys, rows.values, rows.site
         lead = tuple(keys.shape[: keys.ndim - site.key_dims])
-        changed = self.twins.differing(keys, site.key_dims)
+        changed, lost = self.twins.differing(keys, site.key_dims), self.twins.lost(keys)
         if values is not None:
+            lost = lost if changed.any() else self.twins.lost(values)  # keys come first
             changed |= self.twins.differing(values, site.value_dims)
         changed = changed.reshape(len(changed), math.prod(lead)).cpu()
-        return Sighting(site, lead, changed, self.twins.moves(keys))
+        return Sighting(site, lead, changed, lost, self.twins.moves(keys))
 
     def _propose(self, use: Use, sighting: Sighting) -> None:
         """Changes rows that depend on no sample as if they belonged to half of the samples."""
@@ -163,23 +181,38 @@ class Trial:
         for proposal in self._proposals:
             if self._holds(proposal):
                 self._accept(proposal)
+        self._excuse()
+
+    def _excuse(self) -> None:
+        """Says where rows may depend on no sample only because worlds could not be followed."""
+        tried = [id(proposal.sighting) for proposal in self._proposals]
+        worlds = slice(self._main * len(self._axes), None)
+        unknown = any(bool(sighting.lost[worlds].any()) for sighting in self._sightings)
         for sighting in self._sightings:
-            if self.twins.failed and sighting.finding.reason == NOBODY:
-                sighting.finding = Finding(reason=LOST.format(self.twins.failed))
+            if sighting.finding.reason == NOBODY:
+                if self.twins.failed:
+                    sighting.finding = Finding(reason=LOST.format(self.twins.failed))
+                elif unknown and id(sighting) in tried:
+                    sighting.finding = Finding(reason=TOO_LARGE)
 
     def _judge(self, sighting: Sighting, axis: int) -> Finding:
-        worlds = slice(axis * self._main, (axis + 1) * self._main)
-        alive = torch.tensor(self.twins.alive[worlds])
-        if not alive.any() or not math.prod(sighting.lead):
+        worlds = self._worlds_of(axis)
+        changed, lost = sighting.changed[worlds], sighting.lost[worlds]
+        told = torch.tensor(self.twins.alive[worlds]) & ~lost
+        if not math.prod(sighting.lead):
             return Finding()
-        changed = sighting.changed[worlds]
-        found = judge(sighting.lead, changed[alive], self._members[alive], self.sample_of)
-        return found if alive.all() or found.owners is None else Finding()
+        untold = Finding(reason=TOO_LARGE if lost.any() else "")
+        if told.sum() < LEAST:
+            return untold
+        found = judge(sighting.lead, changed[told], self._members[told], self.sample_of)
+        return found if told.all() or found.owners is None else untold
 
     def _holds(self, proposal: Proposal) -> bool:
         """Whether only rows of the samples changed whose rows were changed, and some did."""
         seen = torch.zeros(2, dtype=torch.bool)
         for sighting in self._sightings:
+            if sighting.lost[proposal.worlds].any():
+                return False  # it might have told otherwise
             if (pattern := sighting.finding.pattern) is not None:
                 owners = owners_by(pattern, sighting.lead, self.sample_of)
                 changed = sighting.changed[proposal.worlds]

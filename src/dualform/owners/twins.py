@@ -6,7 +6,8 @@ autograd, each torch operation is made for real, and again for each world in whi
 arguments differs. Training sees nothing of it, and random numbers are the same in all worlds.
 
 A world keeps a copy of each piece of memory whose contents differ there. So views, and changes in
-place, need no care: a tensor's twin is the same view of the copy.
+place, need no care: a tensor's twin is the same view of the copy. Where there is no room for a copy
+(`world_memory.py`), the world has *lost* the tensor, and everything that is computed from it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, UntypedStorage
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
 from dualform.owners.calls import (
     COUNTING,
@@ -35,10 +35,9 @@ from dualform.owners.calls import (
     written_by,
 )
 from dualform.owners.patterns import spread
+from dualform.owners.world_memory import HOST_BYTES, WorldMemories, extent, key_of
 from dualform.private import TorchDispatchMode, storage_key, without_modes
 
-HOST_BYTES = 2 << 30
-"""How much memory all worlds together may take on a CPU; on a GPU, half of what is free."""
 ELEMENTS = 128
 """So many elements of a row are compared, where it has more."""
 ROUNDINGS = 64.0
@@ -55,22 +54,22 @@ rounding, and by a few more where earlier results already did. 64 roundings of a
 half of the number itself.
 """
 
+NONE: frozenset[int] = frozenset()
 Geometry: TypeAlias = tuple[int, int, torch.Size, tuple[int, ...]]
 
 
-@dataclass(slots=True)
-class WorldMemory:
-    """A piece of memory: its bytes from `start` to `end` in each world, where they differ."""
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What is known of a call before it is made."""
 
-    ref: StorageWeakRef
-    start: int
-    end: int
-    copies: list[UntypedStorage | None]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all copies."""
-        return sum([copy.nbytes() for copy in self.copies if copy is not None])
+    worlds: Sequence[int]
+    """Where it is made again."""
+    lost: frozenset[int]
+    """Where that cannot be."""
+    written: Sequence[Tensor]
+    """What it changes in place."""
+    sources: list[Draws]
+    """What it draws random numbers from."""
 
 
 class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -93,15 +92,10 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The first operation that a world could not make."""
         self.guard: Callable[..., Any] = lambda action, *args: action(*args)
         """Runs what follows the worlds. A recorder's returns None after a failure."""
-        self._room = room
-        self._memory: dict[int, WorldMemory] = {}
+        self._memories = WorldMemories(worlds, room)
         self._shared: dict[Geometry, list[Tensor | None]] = {}
         """Twins of tensors whose elements share memory, such as expanded ones."""
-        self._decided: set[int] = set()
-        """Memory that holds integers which the data decided."""
-        self._moved: set[int] = set()
-        """Memory whose elements are where such integers said."""
-        self._calls, self._autocast = 0, Autocast()
+        self._autocast = Autocast()
 
     def __enter__(self) -> Twins:
         self._autocast.__enter__()  # type: ignore[no-untyped-call]
@@ -117,16 +111,19 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def change(self, tensors: Sequence[Tensor], world: int, twins: Sequence[Tensor]) -> None:
         """Gives tensors other contents in one world.
 
-        They are given together because several may be parts of one piece of memory.
+        They are given together because several may be parts of one piece of memory. The world has
+        lost those that there is no room for.
         """
-        self._span(tensors)
+        self._memories.span(tensors)
         for tensor, twin in zip(tensors, twins, strict=True):
             if shares_memory(tensor):
                 known = self._shared.setdefault(_geometry(tensor), [None] * len(self.alive))
                 known[world] = twin
-            else:
-                self._own(tensor, world)
+            elif self._memories.can_own(tensor, world):
+                self._memories.own(tensor, world)
                 self.twin(tensor, world).copy_(twin)
+            else:
+                self._memories.of(tensor).lose([world])
 
     def differing(self, tensor: Tensor, dims: int) -> Tensor:
         """(worlds, …): which rows of a tensor differ in each world, by more than rounding.
@@ -150,20 +147,27 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found[worlds] = ~same.all(-1)
         return found
 
+    def lost(self, tensor: Tensor) -> Tensor:
+        """(worlds,): where nobody knows whether the tensor differs."""
+        piece = self._memories.get(tensor)
+        gone = set() if piece is None else piece.lost
+        return torch.tensor([world in gone for world in range(len(self.alive))])
+
     def moves(self, tensor: Tensor) -> bool:
         """Whether the data decided where the tensor's elements are."""
-        return _key(tensor) in self._moved
+        piece = self._memories.get(tensor)
+        return piece is not None and piece.moved
 
     def twin(self, tensor: Tensor, world: int) -> Tensor:
         """The tensor as it is in a world; itself where nothing differs."""
         if self._shared and (known := self._shared.get(_geometry(tensor))):
             twin = known[world]
             return tensor if twin is None else twin
-        memory = self._memory.get(_key(tensor))
+        memory = self._memories.get(tensor)
         copy = None if memory is None else memory.copies[world]
         if memory is None or copy is None:
             return tensor
-        start, end = _extent(tensor)
+        start, end = extent(tensor)
         start, end = start - memory.start, end - memory.start
         if start < 0 or end > copy.nbytes() or start % tensor.itemsize:
             return tensor
@@ -172,7 +176,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
         """Lets go of all worlds."""
-        self._memory.clear()
+        self._memories.clear()
         self._shared.clear()
 
     # What is seen
@@ -186,37 +190,42 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ahead = self.guard(self._look_ahead, func, args, kwargs)
             out = self._really(func, args, kwargs)
             if ahead is not None:
-                self.guard(self._follow, func, args, kwargs, out, *ahead)
+                self.guard(self._follow, func, args, kwargs, out, ahead)
         return out
 
-    def _look_ahead(self, func: Any, args: Any, kwargs: Any) -> tuple[list[int], list[Draws]]:
-        """The worlds in which a call differs, with memory for it, and what it draws from."""
+    def _look_ahead(self, func: Any, args: Any, kwargs: Any) -> Ahead:
+        """Says in which worlds a call differs, and gives them memory for what it writes."""
+        self._memories.tick()
         given = tensors_of((*args, *kwargs.values()))
         shapes = func.overloadpacket.__name__ in SHAPES_ONLY | COUNTING
-        worlds = [] if shapes else self._worlds(given)
+        worlds, lost = ([], NONE) if shapes else (self._worlds(given), self._lost(given))
         if is_view(func):
-            return worlds, []
+            return Ahead(worlds, NONE, [], [])  # its memory is what it is given, lost or not
         written = written_by(func, args, kwargs)
-        worlds = [w for w in worlds if self._may_differ(written, given, w)]
-        for world in worlds:
+        worlds = [w for w in worlds if w not in lost and self._may_differ(written, given, w)]
+        made = self._memories.affordable(worlds, self._memories.missing(written, worlds))
+        for world in made:
             for tensor in written:
-                self._own(tensor, world)
-        return worlds, random_sources(func, args, kwargs) if worlds else []
+                self._memories.own(tensor, world)
+        sources = random_sources(func, args, kwargs) if made else []
+        return Ahead(made, lost.union(worlds).difference(made), written, sources)
 
-    def _follow(
-        self, func: Any, args: Any, kwargs: Any, out: Any, worlds: list[int], sources: list[Draws]
-    ) -> None:
-        """Makes a call that was made for real again in these worlds."""
-        given = tensors_of((*args, *kwargs.values()))
+    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any, ahead: Ahead) -> None:
+        """Makes a call that was made for real again in the worlds where it differs."""
+        given, results = tensors_of((*args, *kwargs.values())), tensors_of(out)
         if is_view(func):
-            self._share_views(func, args, kwargs, out, worlds)
+            self._share_views(func, args, kwargs, out, ahead.worlds)
             return
-        with same_randomness(sources) as start_again:
-            for world in worlds:
+        worlds = ahead.worlds
+        made = self._memories.affordable(worlds, self._memories.missing(results, worlds))
+        with same_randomness(ahead.sources) as start_again:
+            for world in made:
                 start_again()
                 self._live(func, args, kwargs, given, out, world)
-        self._mark(func.overloadpacket.__name__, given, out, bool(worlds))
-        self._tidy()
+        lost = ahead.lost.union(worlds).difference(made)
+        if lost:
+            self._lose(given, [*results, *ahead.written], lost)
+        self._mark(func.overloadpacket.__name__, given, out, bool(ahead.worlds or ahead.lost))
 
     def _really(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The real call; worlds are given up rather than that they leave no memory for it."""
@@ -225,7 +234,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except torch.OutOfMemoryError:
             if not any(self.alive):
                 raise
-            self._give_up(range(len(self.alive)))
+            self.give_up(range(len(self.alive)))
             return func(*args, **kwargs)
 
     def _live(
@@ -266,49 +275,51 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not masks and not any(is_number(t) for t in given if self.twin(t, world) is not t)
 
     def _keep(self, real: Tensor, twin: Tensor, world: int) -> None:
-        memory = self._of(real)
+        memory = self._memories.of(real)
         copy, new = memory.copies[world], twin.untyped_storage()
         key = storage_key(new)
         if copy is not None and storage_key(copy) == key:
             return  # it was written in place
         alike = (twin.stride(), twin.storage_offset()) == (real.stride(), real.storage_offset())
-        if alike and new.nbytes() == real.untyped_storage().nbytes() and _key(real) != key:
-            memory.copies[world] = new
+        if alike and new.nbytes() == real.untyped_storage().nbytes() and key_of(real) != key:
+            self._memories.hold(memory, world, new)
         else:
-            self._own(real, world)
+            self._memories.own(real, world)
             self.twin(real, world).copy_(twin)
 
-    def _of(self, tensor: Tensor) -> WorldMemory:
-        at, real = _key(tensor), tensor.untyped_storage()
-        if at not in self._memory:
-            ref = StorageWeakRef(real)  # type: ignore[no-untyped-call]
-            self._memory[at] = WorldMemory(ref, 0, real.nbytes(), [None] * len(self.alive))
-        return self._memory[at]
+    def _lose(
+        self, given: Sequence[Tensor], results: Sequence[Tensor], lost: Iterable[int]
+    ) -> None:
+        """The results of a call are not known in these worlds, so far as they could differ there.
 
-    def _own(self, tensor: Tensor, world: int) -> None:
-        """Gives a world its own copy of a tensor's memory."""
-        memory = self._of(tensor)
-        if memory.copies[world] is None:
-            memory.copies[world] = _copy(tensor.untyped_storage(), memory.start, memory.end)
-
-    def _span(self, tensors: Sequence[Tensor]) -> None:
-        """Copies of what may be a part of a whole dataset are no larger than they must be."""
-        for tensor in tensors:
-            new, (start, end) = _key(tensor) not in self._memory, _extent(tensor)
-            memory = self._of(tensor)
-            if not any(memory.copies):
-                memory.start = start if new else min(memory.start, start)
-                memory.end = end if new else max(memory.end, end)
+        Integers could not where numbers decided them: worlds take the real ones.
+        """
+        pieces = [self._memories.get(t) for t in given if is_number(t)]
+        exact = not any(piece.differs for piece in pieces if piece is not None)
+        for tensor in results:
+            if tensor.dtype != torch.bool and (exact or is_number(tensor)):
+                self._memories.of(tensor).lose(lost)
 
     def _worlds(self, given: Sequence[Tensor]) -> list[int]:
         """The worlds in which any of these tensors differs."""
-        known: list[Sequence[object]] = [
-            self._memory[at].copies for t in given if (at := _key(t)) in self._memory
-        ]
+        known: list[Sequence[object]] = [piece.copies for piece in self._memories.use(given)]
         if self._shared:
             known += [self._shared[g] for t in given if (g := _geometry(t)) in self._shared]
         found = zip(*known, strict=True)
         return [w for w, copies in enumerate(found) if any(copy is not None for copy in copies)]
+
+    def _lost(self, given: Sequence[Tensor]) -> frozenset[int]:
+        """The worlds in which nobody knows what a call is given.
+
+        As in `_twins`, integers do not matter where numbers differ.
+        """
+        if not any(piece.lost for piece in self._memories.use(given)):
+            return NONE
+        pieces = [(t, piece) for t in given if (piece := self._memories.get(t)) is not None]
+        numbers = NONE.union(*(piece.lost for t, piece in pieces if is_number(t)))
+        others = NONE.union(*(piece.lost for t, piece in pieces if not is_number(t)))
+        differing = self._worlds([t for t in given if is_number(t)])
+        return numbers | others.difference(differing)
 
     def _share_views(
         self, func: Any, args: Any, kwargs: Any, out: Any, worlds: Iterable[int]
@@ -324,37 +335,23 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _mark(self, name: str, given: Sequence[Tensor], out: Any, differs: bool) -> None:
         """Follows which integers the data decided, and what was moved by them."""
-        keys = [(_key(t), is_number(t)) for t in given]
-        decided = any(
-            key in self._decided or (key in self._memory and not number) for key, number in keys
-        )
-        moved = any(key in self._moved for key, _ in keys) or (decided and name in MOVING)
+        pieces = [(self._memories.get(t), is_number(t)) for t in given]
+        known = [(piece, number) for piece, number in pieces if piece is not None]
+        decided = any(piece.decided or not number for piece, number in known)
+        moved = any(piece.moved for piece, _ in known) or (decided and name in MOVING)
         if not (differs or decided or moved):
             return
         for tensor in tensors_of(out):
             if not is_number(tensor):
-                self._decided.add(_key(tensor))
+                self._memories.of(tensor).decided = True
             elif moved:
-                self._moved.add(_key(tensor))
+                self._memories.of(tensor).moved = True
 
-    def _tidy(self) -> None:
-        """Forgets memory that is no more, and gives worlds up that there is no room for."""
-        self._calls += 1
-        if self._calls % 32:
-            return
-        for at in [at for at, memory in self._memory.items() if memory.ref.expired()]:  # type: ignore[no-untyped-call]
-            del self._memory[at]
-            self._decided.discard(at)
-            self._moved.discard(at)
-        while self._room < sum([memory.nbytes for memory in self._memory.values()]):
-            alive = [world for world, there in enumerate(self.alive) if there]
-            self._give_up(alive[len(alive) // 2 :])
-
-    def _give_up(self, worlds: Iterable[int]) -> None:
+    def give_up(self, worlds: Sequence[int]) -> None:
+        """Lets go of some worlds, which tell nothing any more."""
+        self._memories.drop(worlds)
         for world in worlds:
             self.alive[world] = False
-            for memory in self._memory.values():
-                memory.copies[world] = None
             for twins in self._shared.values():
                 twins[world] = None
 
@@ -385,32 +382,5 @@ def rounding_reach(dtype: torch.dtype) -> float:
     return info.eps * (ROUNDINGS_16 if info.bits <= 16 else ROUNDINGS)
 
 
-def room_for(tensor: Tensor) -> int:
-    """How many bytes worlds may take where a tensor is.
-
-    >>> room_for(torch.zeros(1)) == HOST_BYTES
-    True
-    """
-    return torch.cuda.mem_get_info(tensor.device)[0] // 2 if tensor.is_cuda else HOST_BYTES
-
-
-def _key(tensor: Tensor) -> int:
-    return storage_key(tensor.untyped_storage())
-
-
 def _geometry(tensor: Tensor) -> Geometry:
-    return _key(tensor), int(tensor.storage_offset()), tensor.shape, tensor.stride()
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its memory, and the one after its last."""
-    start = int(tensor.storage_offset())
-    last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
-    length = last + 1 if tensor.numel() else 0
-    return start * tensor.itemsize, (start + length) * tensor.itemsize
-
-
-def _copy(real: UntypedStorage, start: int, end: int) -> UntypedStorage:
-    held = torch.empty(0, dtype=torch.uint8, device=real.device).set_(real)
-    copy: UntypedStorage = held[start:end].clone().untyped_storage()
-    return copy
+    return key_of(tensor), int(tensor.storage_offset()), tensor.shape, tensor.stride()
