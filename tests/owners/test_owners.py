@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dualform
+from dualform.layers import Finder, Seen, kinds
+from dualform.layers.watching import Watching
 from dualform.owners import CHANGED, Batch, Owners
+from dualform.owners import twins as twins_module
 from dualform.owners.patterns import (
     MIXES,
     NOBODY,
@@ -30,7 +33,7 @@ from dualform.owners.patterns import (
     owners_by,
     patterns,
 )
-from dualform.owners.trial import TOO_LARGE
+from dualform.owners.trial import TOO_LARGE, Trial
 from dualform.owners.twins import Twins
 
 # Codes and patterns
@@ -190,6 +193,25 @@ def test_a_result_that_is_too_large_is_lost_with_all_that_follows_from_it() -> N
     assert twins.lost(half).tolist() == [False, False, True, True]
     assert all(twins.lost(y).all() for y in (wide, wide[0], total, buffer))
     assert not any(twins.lost(y).any() for y in (x, shape, places))
+
+
+def test_a_world_that_a_device_has_no_memory_for_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, worlds = twins_module.call_there, iter(range(3))
+
+    def call_there(*args: Any) -> Any:
+        if next(worlds) == 1:
+            raise torch.OutOfMemoryError
+        return made(*args)
+
+    monkeypatch.setattr(twins_module, "call_there", call_there)
+    x = torch.randn(10)
+    twins = changed_in_worlds(x, worlds=3, room=1 << 20)
+    with twins:
+        y = x * 2
+    assert twins.alive == [True, False, True]
+    assert twins.differing(y, dims=1).tolist() == [True, False, True]
 
 
 def test_copies_of_tensors_that_are_no_more_are_let_go() -> None:
@@ -404,7 +426,7 @@ def test_a_smaller_batch_in_the_first_step_tells_of_the_others(
     assert reasons(audit) == {"enter": "", "head": "", "behind": ""}
 
 
-# 16 bits
+# Patterns that shapes propose, and 16 bits
 
 
 class Attending(nn.Module):
@@ -421,6 +443,24 @@ class Attending(nn.Module):
         q, k, v = self.qkv(self.norm(h)).chunk(3, dim=-1)
         h = h + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
         return self.head(h + self.down(F.gelu(self.up(h)))).mean(1)
+
+
+def test_worlds_of_a_pattern_that_rows_contradict_are_given_up_at_once() -> None:
+    """A table of positions has as many entries as two for each sample, but all samples share it."""
+    model, x = Attending(), tokens(B, 12)(0)
+    trial = Trial.of(B, [x], 0)
+    assert trial is not None
+    alive = []
+
+    def take(use: Seen) -> None:
+        trial.observe(use)
+        alive.append(sum(trial.twins.alive))
+
+    with Watching(Finder(dict(model.named_parameters())), kinds(), take), trial.twins:
+        model(x)
+    proposed = len(trial.twins.alive)
+    assert alive[:2] == [proposed, proposed]
+    assert alive[2:] == [proposed - 4] * (len(alive) - 2)
 
 
 def test_owners_are_found_under_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

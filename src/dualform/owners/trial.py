@@ -55,7 +55,7 @@ class Sighting:
         return not (self.changed.any() or self.lost.any())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Proposal:
     """A pattern that a shape proposes for rows that depend on no sample, and its two worlds."""
 
@@ -79,6 +79,7 @@ class Trial:
         worlds = self._main * len(self._axes) + 2 * PROPOSALS
         self.twins = Twins(worlds, room_for(inputs[0]))
         self._proposals: list[Proposal] = []
+        self._proposed = 0
         self._sightings: list[Sighting] = []
         self._uses: list[tuple[Seen, list[Sighting]]] = []
         with outside():
@@ -119,6 +120,9 @@ class Trial:
                 with outside():
                     self._propose(use, found[0])
         self._uses.append((use, found))
+        if self._proposals and len(self._axes) == 1:
+            with outside():
+                self._refute(found)
         return found
 
     def _sight(self, use: Seen, errors: Sequence[Tensor] | None) -> list[Sighting]:
@@ -143,9 +147,10 @@ class Trial:
         if not output.is_floating_point():
             return
         for pattern in itertools.islice(patterns(sighting.lead, self._places), 2):
-            if len(self._proposals) == PROPOSALS:
+            if self._proposed == PROPOSALS:
                 return
-            first = self._main * len(self._axes) + 2 * len(self._proposals)
+            first = self._main * len(self._axes) + 2 * self._proposed
+            self._proposed += 1
             picked = torch.zeros(self._samples, dtype=torch.bool)
             picked[self._draw.sample(range(self._samples), max(1, self._samples // 2))] = True
             half = torch.stack([picked, ~picked])
@@ -155,6 +160,15 @@ class Trial:
                 changed = torch.where(mask, output.detach() * 1.5 + 1, output.detach())
                 self.twins.change([output], first + world, [changed])
             self._proposals.append(Proposal(sighting, pattern, slice(first, first + 2), half))
+
+    def _refute(self, found: Sequence[Sighting]) -> None:
+        """Gives up the worlds of proposals that these rows contradict: nothing would save them."""
+        for sighting in found:
+            pattern = self._judge(sighting, 0).pattern
+            wrong = [p for p in self._proposals if self._contradicts(sighting, pattern, p)]
+            for proposal in wrong:
+                self.twins.give_up(range(len(self.twins.alive))[proposal.worlds])
+            self._proposals = [p for p in self._proposals if p not in wrong]
 
     def close(self) -> list[Sighting]:
         """Judges everything that was seen; the worlds are let go."""
@@ -171,13 +185,14 @@ class Trial:
         return self._sightings
 
     def _judge_all(self) -> None:
-        mixing = [
-            sum([self._judge(s, at).reason == MIXES for s in self._sightings])
+        readings = [
+            [self._judge(sighting, at) for sighting in self._sightings]
             for at in range(len(self._axes))
         ]
-        axis = mixing.index(min(mixing))  # the reading of the input that mixes samples least
-        for sighting in self._sightings:
-            sighting.finding = self._judge(sighting, axis)
+        mixing = [sum([found.reason == MIXES for found in findings]) for findings in readings]
+        findings = readings[mixing.index(min(mixing))]  # the reading that mixes samples least
+        for sighting, finding in zip(self._sightings, findings, strict=True):
+            sighting.finding = finding
         for proposal in self._proposals:
             if self._holds(proposal):
                 self._accept(proposal)
@@ -214,12 +229,18 @@ class Trial:
             if sighting.lost[proposal.worlds].any():
                 return False  # it might have told otherwise
             if (pattern := sighting.finding.pattern) is not None:
-                owners = owners_by(pattern, sighting.lead, self.sample_of)
-                changed = sighting.changed[proposal.worlds]
-                if bool((changed & ~proposal.half[:, owners]).any()):
+                if self._contradicts(sighting, pattern, proposal):
                     return False
-                seen |= changed.any(1)
+                seen |= sighting.changed[proposal.worlds].any(1)
         return bool(seen.all())
+
+    def _contradicts(self, sighting: Sighting, pattern: Pattern | None, proposal: Proposal) -> bool:
+        """Whether rows of other samples changed than those whose rows were changed."""
+        if pattern is None:
+            return False
+        owners = owners_by(pattern, sighting.lead, self.sample_of)
+        changed = sighting.changed[proposal.worlds]
+        return bool((changed & ~proposal.half[:, owners]).any())
 
     def _accept(self, proposal: Proposal) -> None:
         """Takes the pattern, also for rows behind it that depend on no other sample."""

@@ -13,7 +13,7 @@ place, need no care: a tensor's twin is the same view of the copy. Where there i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -216,12 +216,13 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_view(func):
             self._share_views(func, args, kwargs, out, ahead.worlds)
             return
-        worlds = ahead.worlds
+        worlds = [world for world in ahead.worlds if self.alive[world]]
         made = self._memories.affordable(worlds, self._memories.missing(results, worlds))
+        differing = [t for t in given if self._shared or self._memories.get(t) is not None]
         with same_randomness(ahead.sources) as start_again:
             for world in made:
                 start_again()
-                self._live(func, args, kwargs, given, out, world)
+                self._live(func, args, kwargs, differing, out, world)
         lost = ahead.lost.union(worlds).difference(made)
         if lost:
             self._lose(given, [*results, *ahead.written], lost)
@@ -248,6 +249,9 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         try:
             found = call_there(func, args, kwargs, there, out)
+        except torch.OutOfMemoryError:
+            self.give_up([world])
+            return
         except Exception as error:  # a world's numbers may be such as no model would meet
             self.failed = self.failed or f"{func}: {error}"
             return
@@ -359,7 +363,8 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @contextmanager
 def outside() -> Iterator[None]:
     """What is computed here belongs to no world and no graph, and is in main memory by default."""
-    with torch.no_grad(), without_modes(), torch.device("cpu"):
+    elsewhere = torch.get_default_device().type != "cpu"  # a device's context costs time a call
+    with torch.no_grad(), without_modes(), torch.device("cpu") if elsewhere else nullcontext():
         yield
 
 
