@@ -409,6 +409,28 @@ def test_layers_behind_what_is_too_large_are_kept_by_step(
     attribution_holds(case, tmp_path / "run")
 
 
+class Beside(nn.Module):
+    """A class token beside the inputs, and a layer behind them that is too large or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, D))
+        self.enter, self.head = nn.Linear(D, 3), nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = torch.cat([self.token.expand(len(x), 1, D), x[:, None]], 1)
+        return self.enter(beside).sum(1) + self.head(beside.repeat(1, 50, 1)).mean(1)
+
+
+@pytest.mark.parametrize("room", [1 << 30, 4 * 2 * B * D * 8 * 10])
+def test_a_pattern_that_could_not_be_tried_everywhere_is_not_taken(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ROOM, room)
+    small = {} if room == 1 << 30 else {"head": TOO_LARGE, "token": TOO_LARGE}
+    attribution_holds(Case(Beside, numbers(B, D), classes, small), tmp_path / "run")
+
+
 def test_a_smaller_batch_in_the_first_step_tells_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

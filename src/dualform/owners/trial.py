@@ -76,8 +76,10 @@ class Trial:
         self._members = codes(self._samples, self._draw)
         self._axes = _axes(inputs, self._places, usual)
         self._main = len(self._members)
+        self._sure = LEAST * len(self._axes)
+        """So many worlds are the last to lose what they hold; next come those of proposals."""
         worlds = self._main * len(self._axes) + 2 * PROPOSALS
-        self.twins = Twins(worlds, room_for(inputs[0]))
+        self.twins = Twins(worlds, room_for(inputs[0]), self._sure + 2 * PROPOSALS)
         self._proposals: list[Proposal] = []
         self._proposed = 0
         self._sightings: list[Sighting] = []
@@ -92,14 +94,14 @@ class Trial:
         chosen = [x for x in inputs if has_samples(x, samples)]
         return cls(Batch(0, None, 0, samples), chosen, usual, 0) if samples > 1 and chosen else None
 
-    def _worlds_of(self, at: int) -> slice:
-        """The worlds of one reading of the input; those of both alternate: the last go first."""
-        return slice(at, self._main * len(self._axes), len(self._axes))
+    def _worlds_of(self, at: int) -> list[int]:
+        """The worlds of one reading of the input; those of both alternate."""
+        places = range(at, self._main * len(self._axes), len(self._axes))
+        return [world if world < self._sure else world + 2 * PROPOSALS for world in places]
 
-    def _exchange(self, inputs: Sequence[Tensor], axis: int, worlds: slice) -> None:
+    def _exchange(self, inputs: Sequence[Tensor], axis: int, worlds: Sequence[int]) -> None:
         """Gives some samples the input of another, in each world."""
-        numbers = range(len(self.twins.alive))[worlds]
-        for world, members in zip(numbers, self._members, strict=True):
+        for world, members in zip(worlds, self._members, strict=True):
             shift, twins = self._draw.randrange(1, self._places), []
             for x in inputs:
                 dim = sample_dim(x, self._places, axis)
@@ -149,7 +151,7 @@ class Trial:
         for pattern in itertools.islice(patterns(sighting.lead, self._places), 2):
             if self._proposed == PROPOSALS:
                 return
-            first = self._main * len(self._axes) + 2 * self._proposed
+            first = self._sure + 2 * self._proposed
             self._proposed += 1
             picked = torch.zeros(self._samples, dtype=torch.bool)
             picked[self._draw.sample(range(self._samples), max(1, self._samples // 2))] = True
@@ -200,20 +202,18 @@ class Trial:
 
     def _excuse(self) -> None:
         """Says where rows may depend on no sample only because worlds could not be followed."""
-        tried = [id(proposal.sighting) for proposal in self._proposals]
-        worlds = slice(self._main * len(self._axes), None)
-        unknown = any(bool(sighting.lost[worlds].any()) for sighting in self._sightings)
+        doubtful = [proposal.sighting for proposal in self._proposals if self._is_lost(proposal)]
         for sighting in self._sightings:
             if sighting.finding.reason == NOBODY:
                 if self.twins.failed:
                     sighting.finding = Finding(reason=LOST.format(self.twins.failed))
-                elif unknown and id(sighting) in tried:
+                elif any(sighting is one for one in doubtful):
                     sighting.finding = Finding(reason=TOO_LARGE)
 
     def _judge(self, sighting: Sighting, axis: int) -> Finding:
         worlds = self._worlds_of(axis)
         changed, lost = sighting.changed[worlds], sighting.lost[worlds]
-        told = torch.tensor(self.twins.alive[worlds]) & ~lost
+        told = torch.tensor(self.twins.alive)[worlds] & ~lost
         if not math.prod(sighting.lead):
             return Finding()
         untold = Finding(reason=TOO_LARGE if lost.any() else "")
@@ -225,14 +225,18 @@ class Trial:
     def _holds(self, proposal: Proposal) -> bool:
         """Whether only rows of the samples changed whose rows were changed, and some did."""
         seen = torch.zeros(2, dtype=torch.bool)
+        if self._is_lost(proposal):
+            return False  # what was lost might have told otherwise
         for sighting in self._sightings:
-            if sighting.lost[proposal.worlds].any():
-                return False  # it might have told otherwise
             if (pattern := sighting.finding.pattern) is not None:
                 if self._contradicts(sighting, pattern, proposal):
                     return False
                 seen |= sighting.changed[proposal.worlds].any(1)
         return bool(seen.all())
+
+    def _is_lost(self, proposal: Proposal) -> bool:
+        """Whether a world of the proposal lost the rows of some layer."""
+        return any(bool(sighting.lost[proposal.worlds].any()) for sighting in self._sightings)
 
     def _contradicts(self, sighting: Sighting, pattern: Pattern | None, proposal: Proposal) -> bool:
         """Whether rows of other samples changed than those whose rows were changed."""

@@ -35,7 +35,7 @@ from dualform.owners.calls import (
     written_by,
 )
 from dualform.owners.patterns import spread
-from dualform.owners.world_memory import HOST_BYTES, WorldMemories, extent, key_of
+from dualform.owners.world_memory import HOST_BYTES, LEAST, WorldMemories, extent, key_of
 from dualform.private import TorchDispatchMode, storage_key, without_modes
 
 ELEMENTS = 128
@@ -84,7 +84,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
     tensor([[False,  True]])
     """
 
-    def __init__(self, worlds: int, room: int = HOST_BYTES) -> None:
+    def __init__(self, worlds: int, room: int = HOST_BYTES, kept: int = LEAST) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive = [True] * worlds
         """The worlds that were not given up for want of memory."""
@@ -92,7 +92,7 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The first operation that a world could not make."""
         self.guard: Callable[..., Any] = lambda action, *args: action(*args)
         """Runs what follows the worlds. A recorder's returns None after a failure."""
-        self._memories = WorldMemories(worlds, room)
+        self._memories = WorldMemories(worlds, room, kept)
         self._shared: dict[Geometry, list[Tensor | None]] = {}
         """Twins of tensors whose elements share memory, such as expanded ones."""
         self._autocast = Autocast()

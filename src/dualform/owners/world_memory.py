@@ -64,16 +64,16 @@ class WorldMemories:
     """The pieces of memory that worlds hold copies of.
 
     All copies together take at most `room` bytes. Where more is needed, copies go that no operation
-    has used for the longest time: first in all worlds but two, then in these. What a world held
-    there is *lost*, and so is what later operations make of it in that world.
+    has used for the longest time: first in all worlds but the first `kept`, then in these. What a
+    world held there is *lost*, and so is what later operations make of it in that world.
 
     >>> memories, x = WorldMemories(worlds=3, room=200), torch.zeros(5)
     >>> memories.affordable([0, 1, 2], nbytes=20), memories.affordable([0, 1, 2], nbytes=30)
     ([0, 1], [])
     """
 
-    def __init__(self, worlds: int, room: int) -> None:
-        self._worlds, self._room = worlds, room
+    def __init__(self, worlds: int, room: int, kept: int = LEAST) -> None:
+        self._worlds, self._room, self._kept = worlds, room, kept
         self._pieces: dict[int, WorldMemory] = {}
         self._bytes, self._now = 0, 0
 
@@ -187,13 +187,13 @@ class WorldMemories:
         idle = [p for p in self._pieces.values() if p.used < self._now]
         idle = [p for p in idle if p.end - p.start >= self._room // SMALL]
         idle.sort(key=lambda piece: piece.used)
-        for kept in (LEAST, 0):
+        for kept in (self._kept, 0):
             for piece in idle:
                 if self._bytes + nbytes <= self._room:
                     return True
                 self._bytes -= piece.nbytes
                 held = [w for w, copy in enumerate(piece.copies) if copy is not None]
-                piece.lose(held[kept:])
+                piece.lose(w for w in held if w >= kept)
                 self._bytes += piece.nbytes
         return self._bytes + nbytes <= self._room
 
