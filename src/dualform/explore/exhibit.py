@@ -209,7 +209,7 @@ class Exhibit:
     def _width(self) -> int:
         """How many classes there are; 0 where outputs are something else."""
         if self._asked is None:
-            return self.run.info.streams[-1].values[0] if self.run.layers else 0
+            return self.run.info.layers[-1].values[0] if self.run.layers else 0
         with self._lock, torch.no_grad():
             found = output_tensor(self._asked.output(self._model, [0]))  # type: ignore[arg-type]
         return found.shape[1] if found.ndim == 2 else 0

@@ -78,7 +78,7 @@ def run_facts(exhibit: Exhibit) -> RunView:
                 "places": layer_places(run, stream.name),
                 "grid": grid(stream),
             }
-            for stream in run.info.streams
+            for stream in run.info.layers
         ],
         "columns": list(run.samples.columns),
         "labels": [{"label": label, "count": counts[label]} for label in labels],

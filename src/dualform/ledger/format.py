@@ -49,6 +49,13 @@ class Stream:
     layout: dict[str, Any] = field(default_factory=dict)
     shared: tuple[int, ...] = ()
     """Height and width of a matrix that all rows of a use share, where they share one."""
+    layer: str = ""
+    """The stream whose rows are summarized here, sample by sample; empty where rows are kept."""
+    bases: tuple[int, ...] = ()
+    """How many directions there are for outputs and for inputs, where rows are kept in bases.
+
+    0 stands for a side that is kept whole. The bases are in the first shard of the stream.
+    """
 
 
 @dataclass(frozen=True)
@@ -109,13 +116,16 @@ class Declaration:
     def to_json(self) -> dict[str, Any]:
         """What a commit's record says of the stream."""
         terms = {book: asdict(term) for book, term in self.terms.items()}
-        return {"stream": asdict(self.stream), "terms": terms, "codec": self.codec.to_json()}
+        stream = asdict(self.stream)
+        if not self.stream.layer:
+            del stream["layer"], stream["bases"]
+        return {"stream": stream, "terms": terms, "codec": self.codec.to_json()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Declaration:
         """What a commit's record says of a stream."""
-        given = {"shared": (), **data["stream"]}
-        shapes = {name: tuple(given[name]) for name in ("keys", "values", "shared")}
+        given = {"shared": (), "layer": "", "bases": (), **data["stream"]}
+        shapes = {name: tuple(given[name]) for name in ("keys", "values", "shared", "bases")}
         stream: dict[str, Any] = {**given, **shapes}
         terms = {book: Term(**{**t, "at": tuple(t["at"])}) for book, t in data["terms"].items()}
         return cls(Stream(**stream), terms, read_codec(data["codec"])).of_right_types()
@@ -125,7 +135,9 @@ class Declaration:
         stream = self.stream
         if not isinstance(stream.name, str) or not isinstance(stream.layout, dict):
             raise ValueError(f"the stream {stream.name!r} has no name or no layout")
-        if not _are_counts(*stream.keys, *stream.values, *stream.shared):
+        if not isinstance(stream.layer, str) or len(stream.bases) not in (0, 2):
+            raise ValueError(f"the stream '{stream.name}' has no two bases, or no name of a layer")
+        if not _are_counts(*stream.keys, *stream.values, *stream.shared, *stream.bases):
             raise ValueError(f"the shapes of '{stream.name}' are not made of whole numbers")
         for book, term in self.terms.items():
             named = isinstance(term.form, str) and isinstance(term.view, str)
@@ -209,6 +221,11 @@ class RunInfo:
     def stream(self, name: str) -> Stream:
         """The stream of this name."""
         return {stream.name: stream for stream in self.streams}[name]
+
+    @property
+    def layers(self) -> tuple[Stream, ...]:
+        """The streams of layers, without those that summarize them."""
+        return tuple(stream for stream in self.streams if not stream.layer)
 
     def fed_by(self, stream: str) -> tuple[Book, ...]:
         """The books that a stream's rows enter."""

@@ -137,6 +137,26 @@ class Ledger:
         """Whether the entries of a book leave anything."""
         return any(f"{book.name}/residuals" in shard.file for shard in self.shards)
 
+    @cached_property
+    def basis_shards(self) -> dict[str, Shard]:
+        """Where the bases of each stream of summaries are: the first shard of the stream."""
+        wanted = [stream.name for stream in self.info.streams if any(stream.bases)]
+        found: dict[str, Shard] = {}
+        for shard in self.shards:
+            for name in wanted:
+                if name not in found and f"{name}/segments" in shard.file:
+                    found[name] = shard
+        return found
+
+    def is_summarized(self, book: Book) -> bool:
+        """Whether what a book's entries miss is known only where its weights were kept."""
+        return any(any(self.info.stream(name).bases) for name in book.terms)
+
+    def divisors(self, book: Book) -> Iterator[tuple[int, Tensor]]:
+        """What the optimizer divided a book's steps by, where that was kept, with their steps."""
+        for shard in self.step_shards:
+            yield from values_by_step(shard, book, "divisor", 1, self.last_step)
+
     @property
     def kept_steps(self) -> list[int]:
         """The steps whose weights were kept; 0 is the start."""

@@ -170,6 +170,11 @@ class Sides(RowBlocks):
     def __getitem__(self, rows: slice | Tensor) -> Sides:
         return Sides(self.a[rows], None if self.b is None else self.b[rows], self.at)
 
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.a.device
+
     def double(self) -> Sides:
         """The same in float64."""
         a = self.a if self.a.ndim == 1 else self.a.double()

@@ -21,6 +21,7 @@ from dualform.memory.blocks import (
     RowBlocks,
     Sides,
 )
+from dualform.memory.summary import SummarySides
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class SharedSides(RowBlocks):
     plain: Sides
     matrices: Tensor
     which: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.plain.device
 
     @property
     def a(self) -> Tensor:
@@ -108,7 +114,7 @@ class SharedSides(RowBlocks):
         return Functional(question.a, question.b.sum(1, keepdim=True))
 
 
-AnySides: TypeAlias = Sides | SharedSides
+AnySides: TypeAlias = Sides | SharedSides | SummarySides
 
 
 def _multiplied(

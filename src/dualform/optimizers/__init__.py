@@ -14,7 +14,9 @@ from dualform.optimizers.muon import MuonRule
 from dualform.optimizers.nadam import NAdamRule
 from dualform.optimizers.observed import ObservedRule
 from dualform.optimizers.operators import (
+    Blend,
     Coefficient,
+    Diagonal,
     Elementwise,
     Memo,
     Modewise,
@@ -125,8 +127,10 @@ __all__ = [
     "RULES",
     "STILL",
     "UNTOUCHED",
+    "Blend",
     "Coefficient",
     "Coefficients",
+    "Diagonal",
     "Elementwise",
     "History",
     "Hyper",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from dualform.optimizers.operators import Blend, Diagonal
 from dualform.optimizers.options import clock, count
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Pair, Step
@@ -104,6 +105,20 @@ class AdamRule(AdamLike):
         options = {"decoupled_weight_decay": self.decoupled, **group}
         tensors = options["capturable"] or options["differentiable"]
         return super().hyper({**options, "capturable": tensors and not options["fused"]})
+
+    def divisor(self, hyper: Hyper, memory: State) -> Tensor | None:
+        """`√(v / (1 - β2^t)) + ε`, of the largest `v` so far for amsgrad."""
+        v = memory.get("max_exp_avg_sq" if hyper["amsgrad"] else "exp_avg_sq")
+        if v is None:
+            return None
+        corrected: Tensor = v / (1 - hyper["beta2"] ** float(memory["step"]))
+        return corrected.sqrt_().add_(hyper["eps"])
+
+    def step_by(self, hyper: Hyper, taken: float, inverse: Diagonal) -> Step:
+        """`W ← kept W - η / (1 - β1^t) P b` with P as it was kept."""
+        beta1 = hyper["beta1"]
+        on_b = Blend({inverse: hyper["lr"] / (1 - beta1 ** (taken + 1))})
+        return DescentStep.of(hyper).transition(on_b, 0.0, keep=beta1, take=1 - beta1)
 
     def along(self, hyper: Hyper, step: float, state: State) -> Pair:
         """`η / (1 - β1^t) P` along `b`."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dualform.optimizers.operators import Diagonal
 from dualform.optimizers.steps import SEEN, STILL, Hyper, Step, Transition, walk_back
 
 UNTOUCHED, BY_ROW, OBSERVED = 0, 1, 2
@@ -245,6 +246,17 @@ class StateRule(Rule):
     def replayed(self) -> StateRule:
         """Itself."""
         return self
+
+    def divisor(self, hyper: Hyper, memory: State) -> Tensor | None:
+        """What its steps divide by, of what `memory` finds; None where steps depend on more.
+
+        Where it is kept at some steps, the steps between are known without their gradients.
+        """
+        return None
+
+    def step_by(self, hyper: Hyper, taken: float, inverse: Diagonal) -> Step:
+        """The step after so many were `taken`, given the inverse of a divisor that was kept."""
+        raise TypeError(f"steps of '{self.name}' depend on more than a divisor.")
 
     @abstractmethod
     def transition(

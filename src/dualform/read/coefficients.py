@@ -29,7 +29,7 @@ from dualform.optimizers import (
     rule_named,
 )
 from dualform.read.engine import Engine, RowReader, Threads
-from dualform.read.replay import Replay, spans_of
+from dualform.read.replay import KeptDivisors, Replay, spans_of
 from dualform.read.scan import Chunk
 
 
@@ -119,6 +119,8 @@ class Accounting:
         self._columns = {book.name: at for at, book in enumerate(ledger.info.books)}
         self._known: dict[tuple[bytes, ...], Coefficients] = {}
         self._initial: dict[str, Pair] = {}
+        self.entries: dict[str, Tensor] = {}
+        """What the entries of books that are summarized add up to, as far as that was asked."""
 
     @property
     def turns(self) -> bool:
@@ -176,9 +178,11 @@ class Accounting:
             numbers = {book.name: StepNumbers(self.numbers(book)) for book in books}
             yield Span(1, self.until, dict(numbers))
             return
-        spans = spans_of(self.ledger, self.until, max((book.size for book in books), default=1))
+        by_divisor = {book.name for book in books if self.has_divisors(book)}
+        sizes = [1 if book.name in by_divisor else book.size for book in books]
+        spans = spans_of(self.ledger, self.until, max(sizes, default=1))
         replays = [
-            Replay(
+            (KeptDivisors if book.name in by_divisor else Replay)(
                 self.reader,
                 self.rule.replayed,
                 book,
@@ -195,6 +199,11 @@ class Accounting:
         for replay in replays:
             on_W, on_b = replay.r
             self._initial[replay.book.name] = (plus(on_W, self.shares[0]), on_b)
+
+    def has_divisors(self, book: Book) -> bool:
+        """Whether a book is summarized, and what its steps were divided by was kept."""
+        summarized = not self.rule.by_numbers and self.ledger.is_summarized(book)
+        return summarized and any(True for _ in self.ledger.divisors(book))
 
     def initial(self, book: Book) -> Pair:
         """What has become of the book's first value, and of its first buffer."""

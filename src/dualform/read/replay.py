@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from dualform.ledger.format import BUFFER, STATE
 from dualform.optimizers import (
     BY_ROW,
     STILL,
+    Diagonal,
     History,
     Operator,
     Pair,
@@ -36,7 +39,8 @@ from dualform.read.step_gradients import is_rounded, rounded_gradients, step_gra
 
 SPAN_BYTES = 256 << 20
 """How much the transitions of one span may take, unless a span of √T steps takes more."""
-
+DAMPING = 0.1
+"""Elements whose divisors are small against this part of their mean count for less."""
 
 Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, Tensor]]
 """Gradients by step, and what the sums of rows were multiplied by to be them, if by anything."""
@@ -76,7 +80,14 @@ class Replay:
         if (self._history.states[first - 1 : last] == BY_ROW).any():
             gradients, ratios = self._gradients(first, last)
             transitions, _ = self._forward(self._before(first), first, last, gradients)
-        found, self.r = walk_back(transitions, self.r, self._shares[first : last + 1])
+        return self._walked(transitions, first, ratios)
+
+    def _walked(
+        self, transitions: Sequence[Step], first: int, ratios: Mapping[int, Tensor]
+    ) -> dict[int, Operator]:
+        """The coefficient of each of some steps; and `r` before them."""
+        shares = self._shares[first : first + len(transitions)]
+        found, self.r = walk_back(transitions, self.r, shares)
         if not self._history.buffers.get(first - 1, True):
             self.r = (self.r[0], 0.0)  # a recorder started here, and its optimizer had no buffer
         numbered = [(t, H) for t, H in enumerate(found, start=first) if self._by_row(t)]
@@ -117,6 +128,50 @@ class Replay:
 
     def _by_row(self, t: int) -> bool:
         return bool(self._history.states[t - 1] == BY_ROW)
+
+
+class KeptDivisors(Replay):
+    """One book whose entries are less than its gradients: its steps by what they divided by.
+
+    A step divides as the next step did of which the divisor was kept, or else the last one.
+    """
+
+    def back(self, first: int, last: int) -> dict[int, Operator]:
+        """The coefficient of each step of a span, by its number."""
+        fields = self._rule.fields
+        steps: list[Step] = [
+            self._rule.step_by(self._history.at(t, fields), self._taken[t], self._inverse(t))
+            if self._by_row(t)
+            else STILL
+            for t in range(first, last + 1)
+        ]
+        return self._walked(steps, first, {})
+
+    def _inverse(self, t: int) -> Diagonal:
+        return self._inverses[min((step for step in self._inverses if step >= t), default=max(self._inverses))]
+
+    @cached_property
+    def _inverses(self) -> dict[int, Diagonal]:
+        """One over each divisor that was kept, by its step."""
+        device, dtype = self._reader.device, torch.float32
+        kept = self._reader.ledger.divisors(self.book)
+        return {step: _inverse(divisor.to(device, dtype)) for step, divisor in kept}
+
+    @cached_property
+    def _taken(self) -> list[float]:
+        """How many steps the optimizer had taken of the parameter before each step."""
+        state = kept_moment(self._reader, self._rule, self.book, 0).state
+        steps = (self._history.states == BY_ROW).cumsum()
+        return [0.0, *(float(state.get("step", 0.0)) + np.concatenate([[0], steps[:-1]]))]
+
+
+def _inverse(divisor: Tensor) -> Diagonal:
+    """`d / (d² + τ²)`: one over a divisor, but for elements whose gradients are as good as none.
+
+    An entry spreads a little over all elements, also over those of a unit that is never active.
+    """
+    tau = DAMPING**2 * divisor.square().mean()
+    return Diagonal(divisor / (divisor.square() + tau))
 
 
 def kept_moment(reader: RowReader, rule: StateRule, book: Book, step: int) -> Moment:

@@ -96,7 +96,7 @@ class Run(Displayed):
     @property
     def layers(self) -> list[str]:
         """The layers whose rows were recorded, in the order of the model."""
-        return [stream.name for stream in self.info.streams]
+        return [stream.name for stream in self.info.layers]
 
     @property
     def kept_steps(self) -> list[int]:

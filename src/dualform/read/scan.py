@@ -18,6 +18,7 @@ from dualform.ledger import Book, Ledger, Shard, Stream, Term
 from dualform.ledger.codecs import Column
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
+from dualform.memory.summary import Bases, SummarySides
 from dualform.read.engine import Fold, ShardRange
 from dualform.read.progress import advance
 
@@ -112,6 +113,8 @@ class Chunk:
     """The first record; a record has one row, or as many as its layout has positions."""
     matrices: Tensor | None = None
     """(uses, height, width): what the rows of each use share, where they do."""
+    bases: Bases | None = None
+    """What records are kept in, where they are summaries."""
 
     @cached_property
     def steps(self) -> Tensor:
@@ -161,8 +164,23 @@ class Chunk:
 
 def row_sides(chunk: Chunk, term: Term) -> AnySides:
     """A chunk's rows as the blocks they add to a parameter."""
+    if chunk.bases is not None:
+        return summary_sides(chunk.stream, term, chunk.keys, chunk.values, chunk.bases)
     plain = form_named(term.form).rows(chunk.keys, chunk.values, term.groups, term.at)
     return plain if chunk.matrices is None else SharedSides(plain, chunk.matrices, chunk.which)
+
+
+def summary_sides(
+    stream: Stream, term: Term, keys: Tensor, values: Tensor, bases: Bases
+) -> AnySides:
+    """Records that are kept in bases as the blocks they stand for."""
+    form, (U, V) = form_named(term.form), (bases.outputs, bases.inputs)
+    if not form.has_sides:  # errors, at their places
+        return form.rows(keys, bases.expand(values), term.groups, term.at)
+    if not math.prod(stream.keys):
+        return SummarySides(values.reshape(len(values), *stream.values), bases)
+    errors = values if U is None else values @ U.to(values).T
+    return form.rows(keys if V is None else keys @ V.to(keys).T, errors, term.groups, term.at)
 
 
 def rows_total(book: Book, term: Term, sides: AnySides, coefficients: Tensor) -> Tensor:
@@ -194,6 +212,7 @@ def chunks(
     shared, uses = f"{stream.name}/shared", None
     if stream.shared and not stream.layout:  # large matrices, of which one is all a chunk can have
         uses = max(1, CHUNK_BYTES // file.arrays[shared].row_bytes)
+    bases = shard.bases(stream, device)
     for start, stop in columns.parts(begin, end, records, uses):
         keys, values = (side.to(device) for side in codec.decode(arrays, start, stop))
         rows, errors = expand(stream, keys, values)
@@ -203,7 +222,7 @@ def chunks(
         if stream.shared:
             stored = at_least_32_bits(mapped.rows(shared, first, last + 1))
             matrices = stored.to(device).reshape(-1, *stream.shared)
-        yield Chunk(stream, rows, errors, columns, start, matrices)
+        yield Chunk(stream, rows, errors, columns, start, matrices, bases)
         for full in names.values():
             mapped.let_go(full, start, stop)
         if stream.shared:

@@ -20,6 +20,7 @@ from dualform.ledger.reader import values_by_step
 from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides
+from dualform.memory.summary import SummarySides
 from dualform.read.engine import Fold, RowReader, ShardRange
 from dualform.read.scan import Chunk, chunks, row_sides, rows_total
 
@@ -175,7 +176,7 @@ def _uses(
     for chunk in chunks(shard, stream, device):
         sides = row_sides(chunk, term)
         for number, key, rows in chunk.by_use():
-            ones = torch.ones(rows.stop - rows.start, dtype=torch.float64, device=sides.a.device)
+            ones = torch.ones(rows.stop - rows.start, dtype=torch.float64, device=sides.device)
             gradient = rows_total(book, term, sides[rows], ones)
             if last is not None and before == number:
                 last = (key, last[1] + gradient, last[2])  # a use that two chunks share
@@ -189,5 +190,7 @@ def _uses(
 
 def _reaches(sides: AnySides, shape: tuple[int, int]) -> bool:
     """Whether blocks of rows cover a whole matrix."""
+    if isinstance(sides, SummarySides):
+        return True
     width = 1 if sides.b is None else sides.b.shape[-1]
     return (sides.a.shape[-1], width) == shape

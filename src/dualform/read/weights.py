@@ -9,16 +9,17 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dualform.errors import UnknownStepError
 from dualform.ledger import Book, Stream
 from dualform.ledger.format import BUFFER
 from dualform.ledger.reader import values_by_step
 from dualform.memory.blocks import Sides
-from dualform.optimizers import Operator, apply
+from dualform.optimizers import Blend, Diagonal, Operator, apply
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import Fold, ShardRange
 from dualform.read.forward import forward_totals
 from dualform.read.scan import chunks, row_sides, rows_total
-from dualform.read.step_gradients import chosen, residuals, streams_of
+from dualform.read.step_gradients import chosen, residuals, step_gradients, streams_of
 
 Balance: TypeAlias = tuple[Tensor, Tensor]
 """A parameter as its book adds up to it, and its first value's part of that."""
@@ -75,13 +76,73 @@ class ChangeSum(Fold[Tensor]):
 
 
 def residual_part(accounting: Accounting, book: Book) -> Tensor:
-    """What entries that are less than the rows leave of a parameter, in float64."""
+    """What entries that are less than the rows leave of a parameter, in float64.
+
+    Of a book that is summarized it is known where its weights were kept.
+    """
+    if accounting.ledger.is_summarized(book):
+        accounted = initial_part(accounting, book) + step_part(accounting, book)
+        return kept_weight(accounting, book) - accounted - entry_part(accounting, book)
     total = ResidualSum(book, {}, accounting.device).start()
     if accounting.ledger.has_residual(book):
         for span in accounting.spans([book]):
             fold = ResidualSum(book, span.coefficients[book.name].operators, accounting.device)
             total = accounting.reader.reduce(fold, span.last, span.first, total)
     return total.cpu()
+
+
+def kept_weight(accounting: Accounting, book: Book) -> Tensor:
+    """The parameter as it was kept at the step that is read, in float64."""
+    ledger, until = accounting.ledger, accounting.until
+    if until not in ledger.kept_steps or any(accounting.shares[:-1]):
+        raise UnknownStepError(
+            f"'{book.name}' was kept as summaries, which add up to its weights only where those "
+            f"were kept: after the steps {ledger.kept_steps}. Read the run as of one of them; "
+            "recorder.checkpoint() keeps another, and keep='rows' makes every step readable."
+        )
+    return ledger.kept(until).read(book.name).double()
+
+
+def entry_part(accounting: Accounting, book: Book, samples: Tensor | None = None) -> Tensor:
+    """What the entries of a book that is summarized add up to, of all samples or some."""
+    if samples is not None:
+        return _entries(accounting, book, samples)
+    if book.name not in accounting.entries:
+        accounting.entries[book.name] = _entries(accounting, book, None)
+    return accounting.entries[book.name]
+
+
+def _entries(accounting: Accounting, book: Book, samples: Tensor | None) -> Tensor:
+    if accounting.rule.by_numbers:
+        return _row_part(accounting, book, samples)
+    total = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
+    for span in accounting.spans([book]):
+        operators = span.coefficients[book.name].operators
+        if all(isinstance(operator, Blend) for operator in operators.values()):
+            for diagonal, numbers in _by_diagonal(operators, span.last):
+                fold = replace(_row_sum(accounting, book, numbers), samples=samples)
+                part = accounting.reader.reduce(fold, span.last, span.first)
+                total += part if diagonal is None else diagonal.numbers.to(part) * part
+            continue
+        found = step_gradients(accounting.reader, book, span.first, span.last, samples)
+        for step, gradient in found.items():
+            if step in operators:
+                total += apply(operators[step], gradient)
+    return total.cpu()
+
+
+def _by_diagonal(
+    operators: Mapping[int, Operator], last: int
+) -> list[tuple[Diagonal | None, Tensor]]:
+    """Blends the other way round: each diagonal, and (steps + 1,) how much of it a step has."""
+    numbers: dict[Diagonal | None, Tensor] = {}
+    for step, blend in operators.items():
+        assert isinstance(blend, Blend)
+        for diagonal, number in (*blend.parts.items(), (None, blend.number)):
+            if number:
+                zeros = torch.zeros(last + 1, dtype=torch.float64)
+                numbers.setdefault(diagonal, zeros)[step] = number
+    return list(numbers.items())
 
 
 @dataclass(frozen=True)
@@ -127,8 +188,11 @@ def row_parts(accounting: Accounting, books: Sequence[Book], samples: Tensor) ->
     """What the rows of some samples add up to in each book, in float64."""
     if accounting.rule.by_numbers:
         return {book.name: _row_part(accounting, book, samples) for book in books}
-    found = forward_totals(accounting, books, samples)
-    return {book.name: chosen for book, (_, _, chosen) in found}
+    summarized = [book for book in books if accounting.ledger.is_summarized(book)]
+    found = {book.name: entry_part(accounting, book, samples) for book in summarized}
+    exact = [book for book in books if book.name not in found]
+    replayed = forward_totals(accounting, exact, samples)
+    return found | {book.name: chosen for book, (_, _, chosen) in replayed}
 
 
 def _row_part(accounting: Accounting, book: Book, samples: Tensor | None) -> Tensor:
@@ -142,10 +206,12 @@ def gross_part(accounting: Accounting, book: Book) -> Tensor:
     return accounting.reader.reduce(replace(fold, sizes=True), accounting.until).cpu()
 
 
-def _row_sum(accounting: Accounting, book: Book) -> RowSum:
-    """All rows of a book under a rule of numbers."""
+def _row_sum(accounting: Accounting, book: Book, numbers: Tensor | None = None) -> RowSum:
+    """All rows of a book, with a number a step: by default, those of a rule of numbers."""
     streams = streams_of(accounting.ledger, book)
-    numbers = accounting.numbers(book) if book.terms else torch.zeros(0)
+    if numbers is None:
+        numbers = accounting.numbers(book) if book.terms else torch.zeros(0)
+    numbers = numbers.to(accounting.device)
     return RowSum(book, streams, numbers, accounting.device)
 
 
@@ -202,6 +268,10 @@ def balances(accounting: Accounting, books: Sequence[Book]) -> Iterator[tuple[Bo
 
     Books that the optimizer's replay takes together follow one another.
     """
+    for book in books:
+        if accounting.ledger.is_summarized(book):
+            yield book, (kept_weight(accounting, book), initial_part(accounting, book))
+    books = [book for book in books if not accounting.ledger.is_summarized(book)]
     if accounting.rule.by_numbers:
         for book in books:
             initial = initial_part(accounting, book)

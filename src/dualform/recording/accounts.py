@@ -48,9 +48,14 @@ class AccountPart(NamedTuple):
 class Feed:
     """The rows that one stream gives to the books of an account."""
 
-    stream: Stream
+    opened: OpenStream
     terms: dict[str, Term]
     pieces: list[StreamRows]
+
+    @property
+    def stream(self) -> Stream:
+        """The stream, as the ledger knows it."""
+        return self.opened.stream
 
 
 @dataclass(frozen=True)
@@ -90,9 +95,14 @@ class Evidence:
     @property
     def rounding(self) -> float:
         """The relative rounding of the coarsest numbers involved."""
-        dtypes = [rows.values.dtype for _, rows in self.pieces] or [torch.float32]
+        dtypes = [feed.opened.dtype or rows.values.dtype for feed, rows in self.pieces]
+        dtypes = dtypes or [torch.float32]
         coarse = max(torch.finfo(dtype).eps for dtype in dtypes)
         return coarse if coarse < 1e-4 else coarse / 250  # 16-bit rows are summed in 32 bits
+
+    def is_summarized(self, book: str) -> bool:
+        """Whether some of a book's rows are not kept as they are."""
+        return any(feed.opened.bases is not None for feed in self.feeds if book in feed.terms)
 
     def noise(self, factor: Tensor) -> set[str]:
         """Books in which a gradient is zero but for rounding, though errors came in.
@@ -105,7 +115,9 @@ class Evidence:
             if look.vectors is None:
                 size = torch.zeros_like(self.u[:, columns])
                 for feed, rows in self.pieces:
-                    if name in feed.terms:
+                    if name in feed.terms and rows.reach is not None:
+                        size.index_add_(0, rows.segments[:, 0], rows.reach.to(size))
+                    elif name in feed.terms:
                         plain = replace(rows, values=rows.values.abs(), keys=rows.keys.abs())
                         probe, _ = probe_rows(feed.stream, feed.terms[name], plain, look)
                         size.index_add_(0, rows.segments[:, 0], probe.to(size))
@@ -166,7 +178,7 @@ def gather_evidence(
         for opened, written in (pages[at] for at in members):
             terms = {book: term for book, term in opened.terms.items() if book in probed}
             laid = (rows_by_sample(opened.site, page, first, last) for page in written)
-            feeds.append(Feed(opened.stream, terms, [rows for rows in laid if rows is not None]))
+            feeds.append(Feed(opened, terms, [rows for rows in laid if rows is not None]))
         active = [
             (states[:, columns[name]] == BY_ROW)[:, None].expand(-1, look.numbers)
             for name, (look, _) in probed.items()

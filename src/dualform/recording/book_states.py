@@ -114,6 +114,10 @@ class BookStates:
         """How a book is kept now."""
         return self._kept[book]
 
+    def is_new(self, book: str) -> bool:
+        """Whether its rows have not been held against a gradient yet."""
+        return self._kept[book] in (Kept.UNSEEN, Kept.UNVERIFIED)
+
     def reason(self, book: str) -> str:
         """Why a book is kept by step; empty where it is not."""
         return self._reasons.get(book, "")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dualform.errors import NonFiniteError
 from dualform.ledger import Codec, Declaration, SampleTable, ShardBlock
+from dualform.ledger.codecs import Exact
 from dualform.ledger.ids import encode_ids
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED
 from dualform.owners import BatchSamples
@@ -111,15 +112,26 @@ class Bookkeeper:
         arrays |= _step_arrays(steps, factors)
         notes = [*(n for step in steps for n in step.notes), *(note for _, note in events)]
         as_json = [note._asdict() for note in notes]
-        declared = self._declare(streams, entries.codecs)
+        declared = self._declare(streams, entries.codecs, arrays)
         block = ShardBlock(steps[0].number, steps[-1].number, arrays, as_json, declared)
         return block, error, Findings(tuple(events), remarks)
 
     def _declare(
-        self, streams: Sequence[OpenStream], codecs: Mapping[str, Codec]
+        self, streams: Sequence[OpenStream], codecs: Mapping[str, Codec], arrays: Arrays
     ) -> list[Declaration]:
-        """Streams that have rows for the first time, or by another codec; in the model's order."""
+        """Streams that have rows for the first time, or by another codec; in the model's order.
+
+        The bases of a stream of summaries, and its layer, come with it.
+        """
         new = {name for name, codec in codecs.items() if self._declared.get(name) != codec}
+        for opened in streams:
+            if opened.stream.name in new - self._declared.keys() and opened.layer is not None:
+                layer = opened.layer.stream.name
+                if layer not in self._declared | codecs:
+                    new.add(layer)
+                    codecs = {**codecs, layer: Exact()}
+                for side, basis in _bases(opened):
+                    arrays[f"{opened.stream.name}/{side}"] = [to_host(basis.bfloat16())]
         self._declared |= codecs
         chosen = [opened for opened in streams if opened.stream.name in new]
         chosen.sort(key=lambda opened: opened.order)
@@ -284,6 +296,14 @@ class SampleNumbers:
         return self._table.numbers(self._numbers[batch.number])
 
 
+def _bases(opened: OpenStream) -> list[tuple[str, Tensor]]:
+    """The bases that a stream's summaries are in, by the names of their arrays."""
+    if opened.bases is None:
+        return []
+    sides = (("outputs", opened.bases.outputs), ("inputs", opened.bases.inputs))
+    return [(name, basis) for name, basis in sides if basis is not None]
+
+
 def _with_changes(steps: Sequence[RecordedStep], name: str, before: Tensor) -> Tensor:
     """What a book was before these steps, with the changes that were observed; itself if none."""
     changes = [step.changes[name] for step in steps if name in step.changes]
@@ -303,6 +323,10 @@ def _step_arrays(steps: Sequence[RecordedStep], factors: Tensor) -> Arrays:
         found = [(step.number, step.changes[book]) for step in steps if book in step.changes]
         arrays[f"{book}/changes"] = [to_host(change[None]) for _, change in found]
         arrays[f"{book}/change_steps"] = [torch.tensor([number for number, _ in found])]
+    for step in steps:
+        for book, divisor in step.divisors.items():
+            arrays.setdefault(f"{book}/divisors", []).append(to_host(divisor[None]))
+            arrays.setdefault(f"{book}/divisor_steps", []).append(torch.tensor([step.number]))
     return arrays
 
 

@@ -19,8 +19,10 @@ from dualform.recording.pages import PagePool
 HANDOVER_BYTES = 32 << 20
 """Hand-overs are large, so that the writer's thread seldom needs the interpreter.
 
-From an accelerator, where each operation is a call to it, a hand-over is a whole shard.
+From an accelerator, where each operation is a call to it, a hand-over is several shards.
 """
+FROM_DEVICE = 4
+"""So many."""
 
 
 class Delivery:
@@ -44,7 +46,7 @@ class Delivery:
 
     def handover_bytes(self, shard: int) -> int:
         """How large a hand-over should be, for shards of this size."""
-        return shard if self._beside else min(HANDOVER_BYTES, shard)
+        return FROM_DEVICE * shard if self._beside else min(HANDOVER_BYTES, shard)
 
     def send(self, handover: Handover) -> None:
         """Hands steps over; waits while too many do."""

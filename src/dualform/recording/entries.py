@@ -40,7 +40,8 @@ class Entries:
             pieces = [rows for rows in feed.pieces if len(rows.counts)]
             if pieces:
                 recorded = _of_one_dtype(pieces)
-                kind = codec_for(self.plan.keep[book] for book in feed.terms)
+                numbers = feed.opened.numbers
+                kind = codec_for([numbers] if numbers else map(self.plan.keep.get, feed.terms))
                 self.codecs[feed.stream.name] = kind.for_records(recorded[0])
                 for rows, records in zip(pieces, recorded, strict=True):
                     self._encode(feed, rows, records)
@@ -64,7 +65,7 @@ class Entries:
         self.arrays.setdefault(f"{name}/segments", []).append(segments)
         if rows.shared is not None:
             self.arrays.setdefault(f"{name}/shared", []).append(rows.shared)
-        if not codec.leaves_residual:
+        if not codec.leaves_residual or feed.stream.bases:  # which leave more than rounding
             return
         decoded, steps = codec.decode(encoded, 0, len(records.keys)), rows.at.to(rows.keys.device)
         for at in sorted(set(rows.at.tolist())):

@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix, matrix_shape
 from dualform.memory.forms import form_named
+from dualform.memory.summary import Bases
 from dualform.optimizers import Rule
 from dualform.private import sparse_parts
+from dualform.recording.bases import BookBases
 from dualform.recording.pages import calls_are_dear
 from dualform.recording.plan import Plan
 from dualform.recording.probe import Look
@@ -28,8 +30,8 @@ PROBE_NUMBERS = 32
 class GradientProbes:
     """Knows where and with what each gradient is probed, and probes it."""
 
-    def __init__(self, plan: Plan, rule: Rule) -> None:
-        self._plan, self._rule = plan, rule
+    def __init__(self, plan: Plan, rule: Rule, bases: BookBases) -> None:
+        self._plan, self._rule, self._bases = plan, rule, bases
         self.terms: dict[str, Term] = {}
         """The books that rows are known of, each with one of its terms."""
         self.looks: dict[str, Look] = {}
@@ -43,7 +45,7 @@ class GradientProbes:
         self.looks = {name: self.looks.get(name) or self._look(name) for name in books}
 
     def look_elsewhere(self) -> None:
-        """Moves the probes of high matrices to other rows."""
+        """Moves the probes of high matrices to other rows; those of summaries to new bases."""
         self._turn += 1
         self.looks = {name: self._look(name) for name in self.looks}
 
@@ -65,7 +67,7 @@ class GradientProbes:
         look, term = self.looks[name], self.terms[name]
         partial = look.partial
         if gradient.is_sparse:
-            if term.view == "rows" and gradient.sparse_dim() == 1:
+            if term.view == "rows" and gradient.sparse_dim() == 1 and look.outputs is None:
                 gradient, partial = _some_rows(gradient, look.rows), False
             else:
                 gradient = gradient.to_dense()
@@ -74,7 +76,9 @@ class GradientProbes:
             return flat[look.rows] if partial else flat
         if term.view != "rows" or gradient.ndim > 2:
             gradient = as_matrix(gradient, term.view, term.groups)
-        if partial:
+        if look.outputs is not None:
+            gradient = look.outputs.to(gradient).T @ gradient
+        elif partial:
             gradient = gradient[look.rows]
         return (gradient if look.later else gradient @ look.vectors).flatten()
 
@@ -86,11 +90,25 @@ class GradientProbes:
         if not self._rule.in_parts:
             rows = height  # nothing else looks at the whole
         first = min(self._turn * rows % height, max(0, height - rows))
+        chosen = slice(first, min(first + rows, height))
+        bases = self._bases.found.get(name)
+        if bases is not None:
+            return self._in_bases(bases, parameter, chosen, (height, width))
         if name not in self._vectors:
             self._vectors[name] = None if term.view == "flat" else self._random(name, height, width)
         later = form_named(term.form).is_product and calls_are_dear(parameter)
-        chosen = slice(first, min(first + rows, height))
         return Look(chosen, self._vectors[name], later, partial=rows < height)
+
+    def _in_bases(
+        self, bases: Bases, parameter: Tensor, rows: slice, shape: tuple[int, int]
+    ) -> Look:
+        """The look of a book that is summarized: its gradient in the bases."""
+        V = torch.eye(shape[1]) if bases.inputs is None else bases.inputs
+        vectors = V.to(parameter.device, parameter.dtype)
+        if bases.outputs is None:
+            return Look(rows, vectors, partial=rows.stop - rows.start < shape[0])
+        U = bases.outputs.to(parameter.device, parameter.dtype)
+        return Look(slice(0, shape[0]), vectors, partial=False, outputs=U)
 
     def _random(self, name: str, height: int, width: int) -> Tensor:
         generator = torch.Generator().manual_seed(self._plan.columns[name])  # not the user's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
@@ -10,22 +11,72 @@ from dualform.errors import RecordingError
 from dualform.ledger import Codec
 from dualform.ledger.codecs import CODECS
 
-Keep: TypeAlias = str | Mapping[str, str]
-"""A policy for all parameters, or policies by pattern."""
-ROWS, STEPS = "rows", "steps"
+ROWS, STEPS, SUMMARIES = "rows", "steps", "summaries"
 ASKED = "keep='steps' was asked for"
+NOT_RECORDED = "layers= leaves it out"
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """One small matrix a sample and layer, in place of its rows; see `summaries`."""
+
+    outputs: int = 16
+    inputs: int = 128
+    numbers: str = "int8"
+
+    @property
+    def size(self) -> int:
+        """How many numbers a summary has."""
+        return self.outputs * self.inputs
+
+    def __str__(self) -> str:
+        return f"summaries({self.outputs}, {self.inputs}, '{self.numbers}')"
+
+
+Policy: TypeAlias = str | Summaries
+"""How much is stored of a parameter's rows."""
+Keep: TypeAlias = Policy | Mapping[str, Policy]
+"""A policy for all parameters, or policies by pattern."""
+
+
+def summaries(outputs: int = 16, inputs: int = 128, numbers: str = "int8") -> Summaries:
+    """The policy to keep one matrix of `outputs` × `inputs` numbers for each sample and layer.
+
+    A sample's rows in a layer (its tokens, or patches) are added up, and what they add to the
+    weight is stored in two bases: the directions in which the layer's errors, and its inputs, vary
+    most. Biases and normalizations are stored as one exact sum a sample. `numbers` is how a summary
+    is stored: "int8", "half" or "rows" (32 bits).
+
+    >>> import tempfile, torch, dualform
+    >>> model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> path = tempfile.mkdtemp() + "/run"
+    >>> with dualform.record(model, optimizer, path, keep=dualform.summaries(4, 8)):
+    ...     for _ in range(20):
+    ...         model(torch.randn(64, 40)).square().mean().backward()
+    ...         optimizer.step(); optimizer.zero_grad()
+    >>> line = dualform.open(path).audit().books[0]
+    >>> line.granularity, 0 < line.attributed < 1
+    ('row', True)
+    """
+    for side, count in (("outputs", outputs), ("inputs", inputs)):
+        if type(count) is not int or count < 1:
+            raise RecordingError(f"summaries({side}={count!r}) is no number of directions from 1.")
+    if numbers not in (known := [codec.policy for codec in CODECS.values()]):
+        raise RecordingError(f"summaries(numbers={numbers!r}) is unknown; there are {known}.")
+    return Summaries(outputs, inputs, numbers)
 
 
 def policies() -> list[str]:
-    """What can be asked for: the policy of each codec, and "steps".
+    """What can be asked for: the policy of each codec, "summaries" and "steps".
 
     >>> policies()
-    ['rows', 'half', 'int8', 'steps']
+    ['rows', 'half', 'int8', 'summaries', 'steps']
     """
-    return [*(codec.policy for codec in CODECS.values()), STEPS]
+    return [*(codec.policy for codec in CODECS.values()), SUMMARIES, STEPS]
 
 
-def read_keep(keep: Keep, parameters: Iterable[str]) -> dict[str, str]:
+def read_keep(keep: Keep, parameters: Iterable[str]) -> dict[str, Policy]:
     """The policy of each parameter.
 
     The first pattern that matches a parameter, or a module that it is part of, says its policy.
@@ -36,43 +87,59 @@ def read_keep(keep: Keep, parameters: Iterable[str]) -> dict[str, str]:
     {'body.0.weight': 'int8', 'body.0.bias': 'rows', 'head.weight': 'steps'}
     """
     names = list(parameters)
-    given = {"*": keep} if isinstance(keep, str) else keep
+    given = {"*": keep} if isinstance(keep, str | Summaries) else keep
     if not isinstance(given, Mapping):
         raise RecordingError(
-            f"keep={keep!r} is no policy; give one of {_listed(policies())}, or a dict of patterns "
-            "and policies such as {'head': 'steps', '*': 'int8'}."
+            f"keep={keep!r} is no policy; give one of {listed(policies())}, "
+            "dualform.summaries(16, 128), or a dict of patterns and policies such as "
+            "{'head': 'steps', '*': 'int8'}."
         )
     for pattern, policy in given.items():
-        if policy not in policies():
-            raise RecordingError(f"keep={policy!r} is unknown; there are {_listed(policies())}.")
-        if not any(_matches(name, pattern) for name in names):
+        if not isinstance(policy, Summaries) and policy not in policies():
+            raise RecordingError(f"keep={policy!r} is unknown; there are {listed(policies())}.")
+        if not any(matches(name, pattern) for name in names):
             raise RecordingError(
                 f"keep has the pattern {pattern!r}, and no parameter or module of the model is "
-                f"called so; its parameters are {_listed(names)}."
+                f"called so; its parameters are {listed(names)}."
             )
     return {
-        name: next((policy for pattern, policy in given.items() if _matches(name, pattern)), ROWS)
+        name: next((_named(given[pattern]) for pattern in given if matches(name, pattern)), ROWS)
         for name in names
     }
 
 
-def codec_for(policies_of_books: Iterable[str]) -> type[Codec]:
+def _named(policy: Policy) -> Policy:
+    return Summaries() if policy == SUMMARIES else policy
+
+
+def codec_for(policies_of_books: Iterable[Policy]) -> type[Codec]:
     """The codec of rows that some books share: the most exact that one of them asks for.
+
+    Rows that are kept until there are bases to summarize them in are stored as summaries are.
 
     >>> codec_for(["int8", "rows", "steps"]).name
     'exact'
     """
-    asked = set(policies_of_books)
+    asked = {p.numbers if isinstance(p, Summaries) else p for p in policies_of_books}
     return next(codec for codec in CODECS.values() if codec.policy in asked)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a parameter, or a module that it is part of."""
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern names a parameter, or a module that it is part of.
+
+    >>> matches("body.0.weight", "body"), matches("body.0.weight", "*.bias")
+    (True, False)
+    """
     parts = name.split(".")
     whole = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatchcase(each, pattern) for each in whole)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Some names for a message; of many, the first.
+
+    >>> listed(["a", "b"])
+    "'a', 'b'"
+    """
     shown = ", ".join(f"'{name}'" for name in names[:8])
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown

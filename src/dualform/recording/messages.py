@@ -51,14 +51,17 @@ class RecordedStep:
     after: Excerpt = NO_EXCERPT
     changes: Mapping[str, Tensor] = field(default_factory=dict)
     """What the step did to the books that are kept by step."""
+    divisors: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the step divided books by that are summarized, at some steps."""
     edited: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """What a spot check found: for each reason and book, whether the book must go by step."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the observed changes, and of what was kept of gradients."""
+        """Bytes of observed changes and divisors, and of what was kept of gradients."""
         kept = 0 if self.probe is None else self.probe[1].nbytes
-        return kept + sum([change.nbytes for change in self.changes.values()])
+        copies = (*self.changes.values(), *self.divisors.values())
+        return kept + sum([copy.nbytes for copy in copies])
 
 
 @dataclass(frozen=True, slots=True)

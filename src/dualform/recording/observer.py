@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
 from dualform.private import version_of
+from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates, Event, Kept, Note
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt, Excerpts
 from dualform.recording.gradients import GradientProbes
@@ -22,6 +23,8 @@ from dualform.recording.weight_copies import SpanCopies, StepCopies
 
 Memory: TypeAlias = list[tuple[Tensor, int]]
 """The tensors of an optimizer's state, and how often torch had changed each."""
+SELDOM = 1024
+"""Divisors are kept at least once in so many steps."""
 FORGOTTEN = "what the optimizer remembers of it was changed between steps"
 
 
@@ -43,12 +46,19 @@ class StepObserver:
     """Makes a `RecordedStep` of what the optimizer does; belongs to the training thread."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, rule: Rule, optimizer: Optimizer, states: BookStates
+        self,
+        model: nn.Module,
+        plan: Plan,
+        rule: Rule,
+        optimizer: Optimizer,
+        states: BookStates,
+        bases: BookBases,
     ) -> None:
         self._model, self._plan, self._rule, self._optimizer = model, plan, rule, optimizer
         self.states = states
         self.excerpts = Excerpts(plan.parameters)
-        self._probes = GradientProbes(plan, rule)
+        self._bases = bases
+        self._probes = GradientProbes(plan, rule, bases)
         self._copies, self._span = StepCopies(plan), SpanCopies(plan, self.excerpts)
         self._before = NO_EXCERPT
         """The parameters before the step under way."""
@@ -129,7 +139,23 @@ class StepObserver:
             observed = [n for n, at in self._plan.columns.items() if step.states[at] == OBSERVED]
             changes = self._copies.changes(observed)
         self._memory = self._memories()
-        return replace(step, changes=changes, after=self.excerpts.take(), edited=edited)
+        divisors = self.divisors() if is_due(step.number) else {}
+        after = self.excerpts.take()
+        return replace(step, changes=changes, after=after, edited=edited, divisors=divisors)
+
+    def divisors(self) -> dict[str, Tensor]:
+        """What the step just made divided by, of books whose rows are summarized; in 16 bits."""
+        found: dict[str, Tensor] = {}
+        if self._rule.by_numbers or not self._bases.found:
+            return found
+        for name, at, p in self._arranged.by_row:
+            if name in self._bases.found:
+                group = self._optimizer.param_groups[self._groups[at]]
+                hyper = dict(zip(self._rule.fields, self._rule.hyper(group), strict=True))
+                divisor = self._rule.replayed.divisor(hyper, self._rule.memory(self._optimizer, p))
+                if divisor is not None:
+                    found[name] = divisor.bfloat16()
+        return found
 
     def late_changes(self) -> dict[str, Tensor]:
         """What has happened since the last step to the books that are kept by step."""
@@ -254,6 +280,15 @@ class StepObserver:
         }
         self.states.happen(Event.PLANNED, planned)
         self._arrange()
+
+
+def is_due(step: int) -> bool:
+    """Whether divisors are kept after a step: ever more seldom, since they change ever less.
+
+    >>> [step for step in range(1, 4100) if is_due(step)]
+    [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
+    """
+    return step & (step - 1) == 0 or step % SELDOM == 0
 
 
 def _is_altered(left: Memory | None, state: Mapping[str, Any] | None) -> bool:

@@ -46,6 +46,8 @@ class Page:
         self.marks: list[tuple[int, BatchSamples]] = []
         self.shared: list[Tensor] = []
         """The matrix of each slot, in streams whose rows share one; else none."""
+        self.reach: dict[int, Tensor] = {}
+        """The sum of the sizes of what a slot summarizes, number by number, where it was asked."""
         self._make(x, error)
 
     def _make(self, x: Tensor, error: Tensor) -> None:
@@ -78,7 +80,7 @@ class Page:
 
     def clear(self) -> None:
         """Makes all slots free."""
-        self.marks, self.shared = [], []
+        self.marks, self.shared, self.reach = [], [], {}
 
 
 class HeldPage(Page):
@@ -170,6 +172,7 @@ class PageWriter:
         error: Tensor,
         order: Order,
         shared: Tensor | None = None,
+        reach: Tensor | None = None,
     ) -> int:
         """Puts one use of the layer into the next slot; returns its bytes.
 
@@ -181,6 +184,8 @@ class PageWriter:
             page = self._pool.take(x, error, order)
             self.pages.append(page)
         page.put(x, error)
+        if reach is not None:
+            page.reach[len(page.marks)] = reach
         page.marks.append((step, samples))
         if shared is None:
             return page.slot_bytes
@@ -205,6 +210,8 @@ class StreamRows:
     """(segments,): records."""
     shared: Tensor | None = None
     """(segments, height × width): the matrix that a segment's rows share, where they do."""
+    reach: Tensor | None = None
+    """(segments, numbers): the sizes of what each segment's records summarize, added up."""
 
     @property
     def at(self) -> Tensor:
@@ -216,7 +223,8 @@ class StreamRows:
         rows = segments.repeat_interleave(self.counts).to(self.keys.device)
         shared = None if self.shared is None else self.shared[segments.to(self.shared.device)]
         table, counts = self.segments[segments], self.counts[segments]
-        return StreamRows(self.keys[rows], self.values[rows], table, counts, shared)
+        reach = None if self.reach is None else self.reach[segments.to(self.reach.device)]
+        return StreamRows(self.keys[rows], self.values[rows], table, counts, shared, reach)
 
     def by_segment(self) -> Iterator[StreamRows]:
         """The records of each segment by themselves, of which all have the same number."""
@@ -246,4 +254,6 @@ def rows_by_sample(site: Site, page: Page, first: int, last: int) -> StreamRows 
     count = len(keys) // len(chosen)
     table = [(step, batch.number, count // samples) for _, step, batch in chosen]
     counts = torch.full((len(chosen),), count)
-    return StreamRows(keys, values, torch.tensor(table), counts, page.matrices(slots))
+    known = page.reach.keys() >= set(slots)
+    reach = torch.stack([page.reach[at] for at in slots]) if known else None
+    return StreamRows(keys, values, torch.tensor(table), counts, page.matrices(slots), reach)

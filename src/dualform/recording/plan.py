@@ -23,7 +23,7 @@ from dualform.ledger import Book
 from dualform.ledger.tensors import CODES
 from dualform.optimizers import Rule, why_observed
 from dualform.private import is_compiled, may_have_compiled
-from dualform.recording.keep import ASKED, ROWS, STEPS, Keep, read_keep
+from dualform.recording.keep import ASKED, ROWS, STEPS, Keep, Policy, read_keep
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Plan:
 
     parameters: dict[str, nn.Parameter]
     books: tuple[Book, ...]
-    keep: Mapping[str, str]
+    keep: Mapping[str, Policy]
     """How much is stored of each parameter's rows: its policy."""
 
     def book(self, name: str) -> Book:

@@ -36,11 +36,14 @@ class Look:
     """Whether a step keeps the gradient's rows themselves, to be multiplied many steps at once."""
     partial: bool = True
     """Whether the matrix has other rows as well."""
+    outputs: Tensor | None = None
+    """(height, directions): of a book that is summarized, U; then `vectors` is V, and `u = Uᵀ G V`."""
 
     @property
     def numbers(self) -> int:
         """How many numbers a probe has."""
-        return self.height * (1 if self.vectors is None else self.vectors.shape[1])
+        height = self.height if self.outputs is None else self.outputs.shape[1]
+        return height * (1 if self.vectors is None else self.vectors.shape[1])
 
     @property
     def kept(self) -> int:
@@ -72,10 +75,14 @@ def probe_rows(
     values = records.values.to(wide)
     form = form_named(term.form)
     if not form.has_sides:
-        return _probe_lookup(term, records, values, look)
+        return _probe_lookup(stream, term, records, values, look)
+    if stream.bases and not math.prod(stream.keys):
+        return _probe_summaries(stream, values, len(records.counts), look)
     keys = records.keys.to(wide)
     inner = None
-    if form.is_product:
+    if stream.bases and stream.bases[1]:
+        inner = keys[:, None]  # along V already
+    elif form.is_product:
         assert look.vectors is not None
         width = math.prod(stream.keys)  # as far as the term's block reaches
         if stream.layout:
@@ -85,6 +92,8 @@ def probe_rows(
     if stream.layout:
         values = at_positions(stream, values).flatten(0, 1)
     a = values if form.is_product else form.rows(keys, values).a
+    if stream.bases and stream.bases[0]:  # along U already
+        return _probe_in_bases(a, inner, len(records.counts))
     return _probe_blocks(term, a, inner, len(records.counts), look)
 
 
@@ -99,6 +108,8 @@ def _probe_blocks(
     first, last = max(look.rows.start, top), min(look.rows.stop, top + height)
     if first >= last or not a.numel():
         return a.new_zeros(segments, look.numbers), a.new_zeros(segments)
+    if look.outputs is not None:
+        return _probe_in_bases(a @ look.outputs[top : top + height].to(a), inner, segments)
     a = a.reshape(segments, -1, height)[:, :, first - top : last - top]
     size = torch.linalg.vector_norm(a, dim=2)
     if inner is None:
@@ -113,6 +124,29 @@ def _probe_blocks(
             sums = torch.einsum("snh,snhv->shv", a, inner[:, :, at * inner.shape[2] // height])
     above, below = first - look.rows.start, look.rows.stop - last
     return F.pad(sums, (0, 0, above, below)).flatten(1), size.sum(1)
+
+
+def _probe_in_bases(a: Tensor, inner: Tensor | None, segments: int) -> tuple[Tensor, Tensor]:
+    """For rows of a book that is summarized: a along U, times what b gives along V."""
+    assert inner is not None
+    blocks = (a[:, :, None] * inner[:, 0, None]).flatten(1)
+    sizes = torch.linalg.vector_norm(blocks, dim=1).reshape(segments, -1)
+    return blocks.reshape(segments, -1, blocks.shape[1]).sum(1), sizes.sum(1)
+
+
+def _probe_summaries(
+    stream: Stream, values: Tensor, segments: int, look: Look
+) -> tuple[Tensor, Tensor]:
+    """For summaries: as they are in the bases; a side that was kept whole is looked at now."""
+    assert look.vectors is not None
+    blocks = values.reshape(len(values), *stream.values)
+    if not stream.bases[1]:
+        blocks = blocks @ look.vectors.to(blocks)
+    if not stream.bases[0]:
+        blocks = blocks[:, look.rows]
+    blocks = blocks.flatten(1)
+    sizes = torch.linalg.vector_norm(blocks, dim=1).reshape(segments, -1)
+    return blocks.reshape(segments, -1, blocks.shape[1]).sum(1), sizes.sum(1)
 
 
 def _probe_shared(
@@ -167,12 +201,16 @@ def _shared_lines(term: Term, segment: StreamRows, M: Tensor, some: slice) -> tu
 
 
 def _probe_lookup(
-    term: Term, records: StreamRows, values: Tensor, look: Look
+    stream: Stream, term: Term, records: StreamRows, values: Tensor, look: Look
 ) -> tuple[Tensor, Tensor]:
     """For rows of a table: what the errors give with the vectors, place by place."""
     assert look.vectors is not None
-    left, segments = term.at[1], len(records.counts)
-    inner = values @ look.vectors[left : left + values.shape[1]].to(values)
+    left, segments, inner = term.at[1], len(records.counts), values
+    if not (stream.bases and stream.bases[1]):
+        inner = values @ look.vectors[left : left + values.shape[1]].to(values)
+    if look.outputs is not None:
+        a = look.outputs.to(inner)[records.keys[:, 0] + term.at[0]]
+        return _probe_in_bases(a, inner[:, None], segments)
     local = records.keys[:, 0] + term.at[0] - look.rows.start
     seen = (local >= 0) & (local < look.height)
     inner = inner * seen[:, None]

@@ -150,6 +150,7 @@ class Reconciler:
             for at, account in enumerate(evidence)
             if not (signs and _has_16_bits(account))
             for name in account.looks
+            if not account.is_summarized(name)
             if name in before and BY_ROW in {step.states[self._column[name]] for step in steps}
         ]
         parts = [self._parts(evidence[at], name) for at, name in places]

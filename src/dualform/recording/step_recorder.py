@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.optimizers import Rule
+from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates, Event, Note
 from dualform.recording.bookkeeping import NOISY, Bookkeeper, SampleNumbers
 from dualform.recording.delivery import Delivery
@@ -35,6 +36,8 @@ STEPPED = "another optimizer, {}, stepped it; by row is what the recorded {} doe
 class Stages:
     """The stages of recording in the training thread, in the order a step passes them."""
 
+    bases: BookBases
+    """The bases of books that are summarized."""
     watch: Watch
     """Forward and backward passes: writes rows to pages."""
     check: FirstCheck
@@ -64,17 +67,19 @@ def make_stages(
     buffer_bytes: int,
 ) -> Stages:
     """All stages of a recording that begins."""
-    states = BookStates(plan.parameters)
-    observer = StepObserver(model, plan, rule, optimizer, states)
+    states, bases = BookStates(plan.parameters), BookBases()
+    observer = StepObserver(model, plan, rule, optimizer, states, bases)
     observer.keep_by_step(Event.RESUMED, opened.by_step)
     notices = Notices(plan, type(optimizer).__name__, observer.trained, harmless=(NOISY, ASKED))
     booked = plan.parameters if rule.fields else {}
-    watch = Watch(model, booked, states, opened.writer.committed + 1, opened.streams, guard)
+    first = opened.writer.committed + 1
+    watch = Watch(model, booked, states, first, opened.streams, guard, plan.keep, bases)
     numbers, reconciler = SampleNumbers(opened.samples), Reconciler(plan, rule, optimizer)
     bookkeeper = Bookkeeper(plan, numbers, reconciler, observer.excerpts.take())
     pool = watch.rows.streams.pool
     delivery = Delivery(opened.writer, bookkeeper, pool, plan.parameters.values())
     return Stages(
+        bases,
         watch,
         FirstCheck(plan, rule, states, watch, sample_ids),
         observer,
@@ -158,6 +163,8 @@ class StepRecorder:
         stages.watch.end_step()
         size = stages.watch.rows.bytes + self._bytes
         stages.schedule.after_step(size, stages.snapshots.is_due(step.states))
+        if stages.bases.begin_step() and not stages.schedule.due:
+            stages.schedule.due = (False, "")  # what is probed otherwise is handed over apart
         if stages.schedule.due and not stages.observer.states.shared:
             self.hand_over(*stages.schedule.due)
         if step.notes:
@@ -201,6 +208,9 @@ class StepRecorder:
     def hand_over_rest(self) -> None:
         """Hands over what there is at the end of the recording."""
         self._book_late_changes(ending=True)
+        if self._steps and not self._steps[-1].divisors:
+            divisors = self.stages.observer.divisors()
+            self._steps[-1] = replace(self._steps[-1], divisors=divisors)
         broken_off = self._current is not None  # then the weights are no step's
         self.hand_over(flush=True, mark="" if broken_off else "final", last=True)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
@@ -15,10 +16,14 @@ from dualform.layers import Rows, Site, stream_name
 from dualform.ledger import Declaration, Stream, Term
 from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
+from dualform.memory.summary import Bases
 from dualform.owners import UNCLEAR, Batch, Owners, Sighting
 from dualform.private import will_execute
+from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
+from dualform.recording.keep import Policy
 from dualform.recording.pages import Page, PagePool, PageWriter
+from dualform.recording.reduction import Reduced, Reducer, reducer_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,14 @@ class OpenStream:
     terms: Mapping[str, Term]
     order: int
     """When its layer was first called: backward passes meet streams the other way round."""
+    layer: OpenStream | None = None
+    """The stream whose rows are summarized here."""
+    bases: Bases | None = None
+    """What its records are kept in, where they are summaries."""
+    numbers: str = ""
+    """The policy by which its records are stored; empty for that of its books."""
+    dtype: torch.dtype | None = None
+    """What the rows were recorded in that are summarized here."""
 
     @property
     def declaration(self) -> Declaration:
@@ -43,6 +56,8 @@ class StreamWriter:
     def __init__(self, opened: OpenStream, pool: PagePool) -> None:
         self.opened, self.terms = opened, opened.terms
         self.pages = PageWriter(pool)
+        self.reducer: Reducer | None = None
+        """What makes summaries of its rows, where no rows are kept."""
         self.arranged: tuple[Any, int] = (None, 0)
         """The shape of keys and batch last seen, and how many neighbors then shared a sample."""
 
@@ -51,9 +66,15 @@ class Streams:
     """The streams met so far, by site."""
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], known: Iterable[Declaration]
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        known: Iterable[Declaration],
+        keep: Mapping[str, Policy],
+        bases: BookBases,
     ) -> None:
-        self._parameters = parameters
+        self._parameters, self._keep, self._bases = parameters, keep, bases
+        self._summaries: dict[tuple[Any, ...], StreamWriter] = {}
+        """Streams of summaries, by their layer, book and bases."""
         self.pool = PagePool()
         self.all: list[StreamWriter] = []
         self._by_site: dict[int, StreamWriter | None] = {}
@@ -96,14 +117,39 @@ class Streams:
         self._taken.add(stream.name)
         opened = OpenStream(site, stream, dict(site.terms), order)
         self.all.append(StreamWriter(opened, self.pool))
+        shapes = {book: tuple(self._parameters[book].shape) for book in site.terms}
+        self.all[-1].reducer = reducer_for(site, stream, self._keep, shapes, self._bases)
         return self.all[-1]
+
+    def of_summary(self, layer: StreamWriter, part: Reduced, dtype: torch.dtype) -> StreamWriter:
+        """The stream of what is kept of a layer's rows for one book."""
+        U, V = (None, None) if part.bases is None else (part.bases.outputs, part.bases.inputs)
+        sides = () if part.bases is None else tuple(0 if t is None else t.shape[1] for t in (U, V))
+        width = tuple(part.values.shape[part.values.ndim - part.value_dims :])
+        key = (id(layer), part.book, id(U), id(V), width, dtype)
+        if key not in self._summaries:
+            dims = (part.key_dims, part.value_dims)
+            site = Site(part.book, {part.book: part.term}, *dims)
+            keys = tuple(part.keys.shape[part.keys.ndim - part.key_dims :]) or (1,)
+            of = layer.opened
+            stream = Stream("", keys, width, {}, (), of.stream.name, sides)
+            name = f"{of.stream.name}~{part.book.rpartition('.')[2]}"
+            stream = self._named(site, replace(stream, name=name))
+            self._taken.add(stream.name)
+            given = (site, stream, {part.book: part.term}, of.order, of)
+            opened = OpenStream(*given, part.bases, part.numbers, dtype)
+            self._summaries[key] = StreamWriter(opened, self.pool)
+            self.all.append(self._summaries[key])
+        return self._summaries[key]
 
     def _named(self, site: Site, stream: Stream) -> Stream:
         """The stream under a name that no other has; the one it had in an earlier part of a run."""
-        base = stream.name + self._part(site, stream)
+        base = stream.name + ("" if stream.layer else self._part(site, stream))
         for number in itertools.count(1):
             named = replace(stream, name=base if number == 1 else f"{base}@{number}")
             known = self._known.get(named.name, Declaration(named, dict(site.terms)))
+            if stream.bases and named.name in self._known:
+                continue  # a part of the run before this one had bases of its own
             if named.name not in self._taken and known == Declaration(named, dict(site.terms)):
                 break
         return named
@@ -168,8 +214,10 @@ class RowWriter:
         owners: Owners,
         split: Callable[[Batch, Tensor], Batch],
         step: int,
+        keep: Mapping[str, Policy],
+        bases: BookBases,
     ) -> None:
-        self.streams = Streams(parameters, known)
+        self.streams = Streams(parameters, known, keep, bases)
         self._states, self._owners, self._split = states, owners, split
         self._reached = Reached(parameters)
         self.step = step
@@ -230,7 +278,17 @@ class RowWriter:
         if keys.dtype != values.dtype and keys.is_floating_point():
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
         samples, order = batch.fixed or batch.fix(), (batch.size, stretch)
-        self.bytes += stream.pages.write(self.step, samples, keys, values, order, rows.shared)
+        parts = None
+        if stream.reducer is not None:
+            new = any(self._states.is_new(book) for book in stream.terms)
+            parts = stream.reducer.reduce(keys, values, order, with_reach=new)
+        if parts is None:
+            self.bytes += stream.pages.write(self.step, samples, keys, values, order, rows.shared)
+            return
+        for part in parts:
+            pages = self.streams.of_summary(stream, part, values.dtype).pages
+            given = (part.keys, part.values, part.order)
+            self.bytes += pages.write(self.step, samples, *given, reach=part.reach)
 
     @property
     def is_midway(self) -> bool:
@@ -254,8 +312,11 @@ class RowWriter:
                 for at, (step, samples) in enumerate(page.marks):
                     if step == self.step:
                         x, error = page.key_slots[at], page.value_slots[at]
-                        given = (page.slot_type[4], page.shared[at] if page.shared else None)
-                        self.bytes += stream.pages.write(step, samples, x, error, *given)
+                        shared = page.shared[at] if page.shared else None
+                        reach = page.reach.get(at)
+                        order = page.slot_type[4]
+                        given = (x, error, order, shared, reach)
+                        self.bytes += stream.pages.write(step, samples, *given)
         return tuple([(stream.opened, pages) for stream, pages in taken])
 
     def end_step(self) -> None:

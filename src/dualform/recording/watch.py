@@ -25,9 +25,11 @@ from dualform.ledger import Declaration
 from dualform.ledger.samples import SampleId, check_ids, listed
 from dualform.owners import Batch, Owners, Sighting, Trial
 from dualform.private import current_backward
+from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
 from dualform.recording.calls import CallSource, FunctionCalls
 from dualform.recording.guard import BACKWARD, FORWARD, Guard
+from dualform.recording.keep import ROWS, Policy
 from dualform.recording.sample_ids import SampleIds
 from dualform.recording.streams import RowWriter
 
@@ -56,13 +58,18 @@ class Watch:
         step: int,
         known: Iterable[Declaration] = (),
         guard: Guard | None = None,
+        keep: Mapping[str, Policy] | None = None,
+        bases: BookBases | None = None,
     ) -> None:
         self._guard, self._states = guard or Guard(strict=True), states
         self.owners = Owners(parameters, usual_axis(model))
         """To which samples the rows of each layer belong."""
         self._batches = Batches(step)
         split = self._batches.part
-        self.rows = RowWriter(parameters, known, states, self.owners, split, step)
+        policies = dict.fromkeys(parameters, ROWS) if keep is None else keep
+        summarized = BookBases() if bases is None else bases
+        given = (parameters, known, states, self.owners, split, step, policies, summarized)
+        self.rows = RowWriter(*given)
         self._on_graphs: list[tuple[int, RemovableHandle]] = []
         """Hooks on several outputs, by step: such a hook and its graph keep each other alive."""
         self._uses = 0

@@ -1,5 +1,6 @@
 """What a coefficient can be: one file a type of operator; a new type is a new file."""
 
+from dualform.optimizers.operators.blend import Blend, Diagonal
 from dualform.optimizers.operators.elementwise import Elementwise
 from dualform.optimizers.operators.modewise import Modewise, along
 from dualform.optimizers.operators.number import Number
@@ -18,8 +19,10 @@ from dualform.optimizers.operators.turned import Basis, Turned
 
 __all__ = [
     "Basis",
+    "Blend",
     "Coefficient",
     "Composed",
+    "Diagonal",
     "Elementwise",
     "Memo",
     "Modewise",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from dualform.ledger import Ledger, Shard
+from dualform.errors import CorruptError
+from dualform.ledger import Ledger, Shard, Stream
 from dualform.ledger.ids import run_numbers
+from dualform.memory.summary import Bases
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,15 @@ class ShardRange:
     last: int
     numbers: Tensor | None = None
     """The run's number for each that the shard's rank has given a sample; None if the same."""
+    basis_shards: Mapping[str, Shard] = field(default_factory=dict)
+    """Where the bases of each stream of summaries are."""
 
     @classmethod
     def of(cls, ledger: Ledger, first: int, last: int) -> list[ShardRange]:
         """The shards that hold the steps from `first` to `last`, in the order of time."""
+        bases = ledger.basis_shards
         ranges = [
-            cls(s, max(first, s.first), min(last, s.last), ledger.ids.table(s.rank))
+            cls(s, max(first, s.first), min(last, s.last), ledger.ids.table(s.rank), bases)
             for s in ledger.shards
         ]
         return [shard for shard in ranges if shard.first <= shard.last]
@@ -52,9 +58,27 @@ class ShardRange:
         """(samples,): the samples of the shard's batches, by the run's numbers."""
         return run_numbers(self.numbers, self.shard.rank, self.shard.file.read("samples"))
 
+    def bases(self, stream: Stream, device: torch.device | str = "cpu") -> Bases | None:
+        """The bases that a stream's records are kept in; None where they are rows."""
+        if not stream.bases:
+            return None
+        U, V = (
+            _basis(self.basis_shards[stream.name], f"{stream.name}/{side}").to(device) if count else None
+            for side, count in zip(("outputs", "inputs"), stream.bases, strict=True)
+        )
+        return Bases(U, V)
+
     def __reduce__(self) -> tuple[Callable[..., ShardRange], tuple[Any, ...]]:
-        """Without the opened file, which the shard may hold."""
-        return ShardRange, (replace(self.shard), self.first, self.last, self.numbers)
+        """Without the opened files, which the shards may hold."""
+        bases = {name: replace(shard) for name, shard in self.basis_shards.items()}
+        return ShardRange, (replace(self.shard), self.first, self.last, self.numbers, bases)
+
+
+def _basis(shard: Shard, name: str) -> Tensor:
+    """A basis as it is computed with, or an error that says what is wrong with it."""
+    if name not in shard.file or len(shard.file.array(name).shape) != 2:
+        raise CorruptError(f"'{shard.path}' has no basis '{name}'; restore it from a copy.")
+    return shard.file.read(name).float()
 
 
 def split(shards: Sequence[ShardRange], parts: int) -> list[list[ShardRange]]:

@@ -16,10 +16,12 @@ from dualform.ledger import Term
 from dualform.memory.blocks import Sides
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
+from dualform.memory.summary import SummarySides
 from dualform.memory.views import Region
 from dualform.read.grouping import Grouping
 from dualform.read.progress import LateProgress
 from dualform.read.samples_matrix.visits import Visits
+from dualform.read.scan import summary_sides
 
 
 @dataclass(frozen=True)
@@ -35,13 +37,22 @@ class Receiver:
     weights: Tensor
 
     def sides(
-        self, keys: Tensor, values: Tensor, weights: Tensor, shared: Sequence[Tensor] = ()
+        self, visits: Visits, rows: Sequence[Tensor], weights: Tensor, shared: Sequence[Tensor] = ()
     ) -> AnySides:
         """Rows as they are to be added: times a number each, on the side where it costs less.
 
         `shared` are their matrices, and which is whose.
         """
-        found = form_named(self.term.form).rows(keys, values, self.term.groups, self.term.at)
+        keys, values = rows
+        if visits.bases is None:
+            plain = form_named(self.term.form).rows(keys, values, self.term.groups, self.term.at)
+            found: AnySides = plain
+        else:
+            bases = visits.bases.to(values.device)
+            found = summary_sides(visits.stream, self.term, keys, values, bases)
+        if isinstance(found, SummarySides):
+            return found.weighted(weights)
+        assert isinstance(found, Sides)
         a, b, column = found.a, found.b, weights[:, None]
         if b is None:
             b = column.to(a)
@@ -141,7 +152,8 @@ def add_visits(
             device = receiver.into.device
             weights = receiver.weights[chosen].repeat_interleave(counts)
             keys, values, weights = (t.to(device) for t in (*rows, weights))
-            sides = receiver.sides(keys, values, weights, [t.to(device) for t in shared])
+            moved = [t.to(device) for t in shared]
+            sides = receiver.sides(ordered.visits, (keys, values), weights, moved)
             add_groups(receiver.into, sides, groups - begin, receiver.region)
 
 
@@ -164,7 +176,7 @@ def add_groups(into: Tensor, sides: AnySides, numbers: Tensor, region: Region) -
     """Adds each row to its group; see `add_visits`."""
     if not bool((numbers[1:] >= numbers[:-1]).all()):
         order = torch.argsort(numbers, stable=True)
-        numbers, sides = numbers[order], sides[order.to(sides.a.device)]
+        numbers, sides = numbers[order], sides[order.to(sides.device)]
     groups, counts = torch.unique_consecutive(numbers, return_counts=True)
     first = int(groups[0])
     if int(groups[-1]) - first == len(groups) - 1:
@@ -181,6 +193,12 @@ def add_segments(into: Tensor, sides: AnySides, counts: Tensor, region: Region) 
         begins = counts.cumsum(0) - counts
         for target, begin, count in zip(into, begins.tolist(), counts.tolist(), strict=True):
             _add_shared(target, sides[begin : begin + count], region)
+        return
+    if isinstance(sides, SummarySides):
+        runs = torch.arange(len(counts)).repeat_interleave(counts).to(into.device)
+        sums = into.new_zeros(len(counts), *sides.summaries.shape[1:])
+        sums.index_add_(0, runs, sides.summaries.to(into))
+        into += sides.bases.expand_part(sums, region.rows, region.columns)
         return
     (top, left), (height, _), across = sides.at, region.shape, region.columns
     width = 1 if sides.b is None else sides.b.shape[-1]

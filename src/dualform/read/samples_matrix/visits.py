@@ -78,6 +78,8 @@ class Visits:
         self._read = Reused()
         held = [shard for shard in shards if shard.holds(stream.name)]
         self._shards = [shard.shard for shard in held]
+        self.bases = held[0].bases(stream) if held else None
+        """What records are kept in, where they are summaries."""
         self._codec = _common_codec([shard.codec(stream.name) for shard in self._shards])
         """How records are held once they are gathered."""
         self._arrays = self._codec.arrays(*widths(stream))
