@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         Timeline,
     )
     from dualform.read import open_run as open
-    from dualform.recording import Recorder, describe, record
+    from dualform.recording import Recorder, describe, record, summaries
 
 __version__ = "0.1.0"
 
@@ -53,6 +53,7 @@ __all__ = [
     "describe",
     "open",
     "record",
+    "summaries",
     "view",
 ]
 
@@ -65,7 +66,7 @@ HOMES = {
         *("Audit", "Explanation", "Influence", "Ranking", "Reading", "Removal"),
         *("Run", "Scores", "Spotlight", "Timeline"),
     ),
-    "recording": ("Recorder", "describe", "record"),
+    "recording": ("Recorder", "describe", "record", "summaries"),
 }
 """In which part each name is at home."""
 

@@ -67,7 +67,10 @@ def test_rows_that_are_shared_are_kept_as_exactly_as_anybody_asks(tmp_path: Path
     ("keep", "problem"),
     [
         ("zip", "keep='zip' is unknown; there are 'rows', 'half', 'int8', 'summaries', 'steps'"),
-        ({"0": "zip"}, "keep='zip' is unknown; there are 'rows', 'half', 'int8', 'summaries', 'steps'"),
+        (
+            {"0": "zip"},
+            "keep='zip' is unknown; there are 'rows', 'half', 'int8', 'summaries', 'steps'",
+        ),
         ({"head": "half"}, r"pattern 'head', and no parameter or module .* '0.weight', '0.bias'"),
         (8, "keep=8 is no policy; give one of 'rows', .* or a dict of patterns"),
     ],

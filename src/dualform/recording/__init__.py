@@ -1,6 +1,7 @@
 """Watching a training loop and booking what it does to every parameter."""
 
 from dualform.recording.front_door import describe, record
+from dualform.recording.keep import summaries
 from dualform.recording.recorder import Recorder
 
-__all__ = ["Recorder", "describe", "record"]
+__all__ = ["Recorder", "describe", "record", "summaries"]

@@ -51,14 +51,16 @@ def _orthonormal(directions: Tensor) -> Tensor:
     """
     scale = directions.norm(dim=0).clamp_min(1e-30)
     if directions.is_cuda:
-        found, ok = directions / scale, True
+        found: Tensor = directions / scale
+        ok = True
         for _ in range(2):
             factor, failed = torch.linalg.cholesky_ex(found.T @ found)
             found = torch.linalg.solve_triangular(factor.T, found, upper=True, left=False)
             ok = ok and not bool(failed)
         if ok:
             return found
-    return torch.linalg.qr(directions / scale).Q
+    reflected: Tensor = torch.linalg.qr(directions / scale).Q
+    return reflected
 
 
 @dataclass

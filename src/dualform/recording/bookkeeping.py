@@ -127,7 +127,7 @@ class Bookkeeper:
         for opened in streams:
             if opened.stream.name in new - self._declared.keys() and opened.layer is not None:
                 layer = opened.layer.stream.name
-                if layer not in self._declared | codecs:
+                if layer not in self._declared and layer not in codecs:
                     new.add(layer)
                     codecs = {**codecs, layer: Exact()}
                 for side, basis in _bases(opened):

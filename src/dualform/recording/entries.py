@@ -41,7 +41,8 @@ class Entries:
             if pieces:
                 recorded = _of_one_dtype(pieces)
                 numbers = feed.opened.numbers
-                kind = codec_for([numbers] if numbers else map(self.plan.keep.get, feed.terms))
+                asked = [self.plan.keep[book] for book in feed.terms]
+                kind = codec_for([numbers] if numbers else asked)
                 self.codecs[feed.stream.name] = kind.for_records(recorded[0])
                 for rows, records in zip(pieces, recorded, strict=True):
                     self._encode(feed, rows, records)

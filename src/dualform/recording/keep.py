@@ -48,7 +48,7 @@ def summaries(outputs: int = 16, inputs: int = 128, numbers: str = "int8") -> Su
     is stored: "int8", "half" or "rows" (32 bits).
 
     >>> import tempfile, torch, dualform
-    >>> model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.ReLU(), torch.nn.Linear(30, 3))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 3))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> path = tempfile.mkdtemp() + "/run"
     >>> with dualform.record(model, optimizer, path, keep=dualform.summaries(4, 8)):

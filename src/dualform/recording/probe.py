@@ -37,7 +37,7 @@ class Look:
     partial: bool = True
     """Whether the matrix has other rows as well."""
     outputs: Tensor | None = None
-    """(height, directions): of a book that is summarized, U; then `vectors` is V, and `u = Uᵀ G V`."""
+    """U of a book that is summarized, (height, directions): `vectors` is V, and `u = Uᵀ G V`."""
 
     @property
     def numbers(self) -> int:

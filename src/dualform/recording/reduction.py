@@ -117,7 +117,9 @@ class Reducer:
         if bases.is_whole:
             return None
         own = self._own(book, bases, term, wide)
-        e, x = (t.flatten(0, 1) for t in (wide.along_errors(own.outputs), wide.along_inputs(own.inputs)))
+        e, x = (
+            t.flatten(0, 1) for t in (wide.along_errors(own.outputs), wide.along_inputs(own.inputs))
+        )
         at = (term.at[0] if bases.outputs is None else 0, term.at[1] if bases.inputs is None else 0)
         seen = Term("outer", term.view, term.groups, at)
         order = (wide.samples, wide.each)
@@ -156,7 +158,9 @@ class Reducer:
         V = bases.part(slice(None), slice(term.at[1], term.at[1] + values.shape[-1])).inputs
         along = values if V is None else values @ V.to(values)
         kept = Bases(None, bases.inputs)
-        at = Term("lookup", term.view, term.groups, (term.at[0], 0 if V is not None else term.at[1]))
+        at = Term(
+            "lookup", term.view, term.groups, (term.at[0], 0 if V is not None else term.at[1])
+        )
         dims = (self.site.key_dims, 1)
         return Reduced(book, at, keys, along, order, *dims, kept, self.policy.numbers)
 
