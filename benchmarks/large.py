@@ -1,7 +1,6 @@
 """Real sizes: a training step with recording against one without, sustained, on one GPU.
 
-`python -m benchmarks.large --model gpt2 --keep summaries --steps 200` prints the median of blocks of
-steps with and without recording (in turns, before and after), the first step, the end, all of it
+`python -m benchmarks.large --model gpt2 --keep summaries` prints the median of blocks of steps with and without recording (in turns, before and after), the first step, the end, all of it
 together, bytes a step, memory of the device, and what share of each layer's change the run
 attributes to samples. `--compiled` compiles the model, `--profile` shows where the training
 thread spends its time.
@@ -112,7 +111,11 @@ class Lstm(Gpt2):
 
     def __init__(self, given: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.model = LanguageModel(dropout=0.0, words=10_000, sizes=(650, 650), layers=2).to(given.device).train()
+        self.model = (
+            LanguageModel(dropout=0.0, words=10_000, sizes=(650, 650), layers=2)
+            .to(given.device)
+            .train()
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.x = torch.randint(0, 10_000, (given.batch or 64, 36), device=given.device)
         self.device, self.call = given.device, self.model

@@ -27,7 +27,7 @@ from dualform.layers import (
 from dualform.ledger import Term
 from dualform.memory.blocks import Sides, from_matrix, keeps_order, matrix_shape
 from dualform.memory.forms import FORMS
-from dualform.memory.shared import AnySides, SharedSides
+from dualform.memory.shared import SharedSides
 from dualform.memory.views import Region
 from dualform.read.samples_matrix.group_sums import add_segments
 from dualform.read.targets import Asked, Parameters
@@ -82,7 +82,7 @@ class Weighted:
             _add_rows(self.directions[book], _blocks(rows, book), rows.site.terms[book])
 
 
-def _blocks(rows: SampleRows, book: str) -> AnySides:
+def _blocks(rows: SampleRows, book: str) -> Sides | SharedSides:
     """What rows add to one of the parameters that took part in their call."""
     term = rows.site.terms[book]
     sides = FORMS[term.form].rows(rows.keys, rows.values, term.groups, term.at)
@@ -92,7 +92,7 @@ def _blocks(rows: SampleRows, book: str) -> AnySides:
     return SharedSides(Sides(sides.a, sides.b), rows.shared[None], which)
 
 
-def _size(sides: AnySides) -> float:
+def _size(sides: Sides | SharedSides) -> float:
     """The sum of the rows' sizes, `Σ ‖a‖ ‖b‖`."""
     if isinstance(sides, SharedSides):
         return float(sides.sizes().sum())
@@ -103,7 +103,7 @@ def _size(sides: AnySides) -> float:
     return float(sizes.sum())
 
 
-def _add_rows(into: Tensor, sides: AnySides, term: Term) -> None:
+def _add_rows(into: Tensor, sides: Sides | SharedSides, term: Term) -> None:
     """Adds the sums of rows, sorted by query, to gradients (queries, *shape)."""
     shape = tuple(into.shape[1:])
     height, width = matrix_shape(shape, term.view, term.groups)

@@ -148,7 +148,9 @@ class KeptDivisors(Replay):
         return self._walked(steps, first, {})
 
     def _inverse(self, t: int) -> Diagonal:
-        return self._inverses[min((step for step in self._inverses if step >= t), default=max(self._inverses))]
+        return self._inverses[
+            min((step for step in self._inverses if step >= t), default=max(self._inverses))
+        ]
 
     @cached_property
     def _inverses(self) -> dict[int, Diagonal]:

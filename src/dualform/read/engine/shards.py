@@ -63,7 +63,9 @@ class ShardRange:
         if not stream.bases:
             return None
         U, V = (
-            _basis(self.basis_shards[stream.name], f"{stream.name}/{side}").to(device) if count else None
+            _basis(self.basis_shards[stream.name], f"{stream.name}/{side}").to(device)
+            if count
+            else None
             for side, count in zip(("outputs", "inputs"), stream.bases, strict=True)
         )
         return Bases(U, V)
