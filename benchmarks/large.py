@@ -1,9 +1,9 @@
 """Real sizes: a training step with recording against one without, sustained, on one GPU.
 
-`python -m benchmarks.large --model gpt2 --keep summaries` prints the median of blocks of steps with and without recording (in turns, before and after), the first step, the end, all of it
-together, bytes a step, memory of the device, and what share of each layer's change the run
-attributes to samples. `--compiled` compiles the model, `--profile` shows where the training
-thread spends its time.
+`python -m benchmarks.large --model gpt2 --keep summaries` prints the median of blocks of steps with
+and without recording (in turns, before and after), the first step, the end, all of it together,
+bytes a step, memory of the device, and what share of each layer's change the run attributes to
+samples. `--compiled` compiles the model, `--profile` shows where the training thread spends time.
 """
 
 from __future__ import annotations
@@ -126,6 +126,8 @@ class Lstm(Gpt2):
         return nn.functional.cross_entropy(out.flatten(0, 1), self.x[:, 1:].flatten())
 
 
+POLICIES = {"lean": dualform.summaries(offsets="steps")}
+"""Policies that have no name of their own."""
 MODELS = {"gpt2": Gpt2, "resnet": ResNet, "lstm": Lstm}
 
 
@@ -174,7 +176,7 @@ def measure(given: argparse.Namespace, keep: str) -> None:
     path = Path(tempfile.mkdtemp(dir=given.folder)) / "run"
     profile = cProfile.Profile()
     began = time.perf_counter()
-    chosen = {} if keep == "default" else {"keep": keep}
+    chosen = {} if keep == "default" else {"keep": POLICIES.get(keep, keep)}
     with dualform.record(training.model, training.optimizer, path, **chosen) as recorder:
         first, second = once(training), once(training)
         at_first = peak(given.device)

@@ -24,6 +24,7 @@ from dualform.layers.use import (
     Finder,
     Found,
     Function,
+    Inside,
     LayerKind,
     Rows,
     Seen,
@@ -43,6 +44,12 @@ class Linear(LayerKind):
     """
 
     functions = (F.linear,)
+
+    def see(
+        self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, Seen | None]:
+        """Makes the call with the input as autocast casts it."""
+        return super().see(find, inside, func, find.guard(as_cast, find, args) or args, kwargs)
 
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -79,6 +86,12 @@ class MatrixProduct(LayerKind):
         torch.Tensor.__rmatmul__,
     )
 
+    def see(
+        self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, Seen | None]:
+        """Makes the call with the input as autocast casts it."""
+        return super().see(find, inside, func, find.guard(as_cast, find, args) or args, kwargs)
+
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> Seen | None:
@@ -99,6 +112,27 @@ class MatrixProduct(LayerKind):
         if bias is not None or not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
             return None
         return product_use(find, matmul_letters(x.ndim, weight.ndim), (x, weight), out)
+
+
+def as_cast(find: Finder, args: Sequence[Any]) -> Sequence[Any]:
+    """A call's arguments, with inputs in the type that autocast would give them anyway.
+
+    The kernel keeps its input in that type for the backward pass. What is seen is then the same
+    tensor, and not a second one of 32 bits, which would be gone otherwise. Parameters stay as they
+    are: autocast casts them once for all their uses.
+    """
+    if not any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        return args
+    return [arg if find(arg) is not None else _cast(arg) for arg in args]
+
+
+def _cast(arg: Any) -> Any:
+    if not isinstance(arg, Tensor) or isinstance(arg, torch.nn.Parameter):
+        return arg
+    device = arg.device.type
+    if arg.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return arg
+    return arg.to(torch.get_autocast_dtype(device))
 
 
 def matrix_use(

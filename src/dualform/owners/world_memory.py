@@ -13,9 +13,9 @@ from dualform.private import storage_key
 
 HOST_BYTES = 2 << 30
 """How much memory all worlds together may take on a CPU."""
-DEVICE_SHARE = 8
-"""On a GPU they may take the device's memory divided by this, and never more than half of what is
-free."""
+DEVICE_SHARE = 50
+"""On a GPU they may take the device's memory divided by this, if that is more, and never more than
+half of what is free: a forward pass has room for as much as the backward pass will need."""
 OPERATION_SHARE = 4
 """The results of one operation, in all worlds together, may take all this divided by that."""
 LEAST = 2
@@ -207,7 +207,7 @@ def room_for(tensor: Tensor) -> int:
     if not tensor.is_cuda:
         return HOST_BYTES
     free, total = torch.cuda.mem_get_info(tensor.device)
-    return min(free // 2, total // DEVICE_SHARE)
+    return min(free // 2, max(HOST_BYTES, total // DEVICE_SHARE))
 
 
 def key_of(tensor: Tensor) -> int:

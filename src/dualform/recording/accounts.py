@@ -71,7 +71,9 @@ class Evidence:
     u: Tensor
     """(steps, numbers): the probes of the gradients that were used, flat."""
     active: Tensor
-    """(steps, numbers): whether the step changed the number's book by row."""
+    """(steps, numbers): whether the step changed the number's book by row, and it was probed."""
+    unprobed: Tensor
+    """(steps,): whether the step changed the account by row, and it was not probed."""
 
     @property
     def pieces(self) -> list[tuple[Feed, StreamRows]]:
@@ -133,9 +135,10 @@ class Evidence:
 
     def of_touched(self) -> Evidence:
         """The same without the rows of steps that left the account alone."""
-        if bool(self.touched.all()):
+        touched = self.touched | self.unprobed
+        if bool(touched.all()):
             return self
-        return self._keep(lambda table: self.touched[table[:, 0]])
+        return self._keep(lambda table: touched[table[:, 0]])
 
     def _keep(self, chosen: Callable[[Tensor], Tensor]) -> Evidence:
         """Only the segments that are chosen."""
@@ -164,6 +167,8 @@ def gather_evidence(
     states = torch.tensor([step.states for step in steps])
     first, last = steps[0].number, steps[-1].number
     looks = looks_of(steps)
+    named = [() if step.probe is None else step.probe[0] for step in steps]
+    was_probed = {name: torch.tensor([name in names for names in named]) for name in looks}
     evidence = []
     for books, members in accounts_of([opened for opened, _ in pages]):
         probed: dict[str, tuple[Look, slice]] = {}
@@ -179,12 +184,14 @@ def gather_evidence(
             terms = {book: term for book, term in opened.terms.items() if book in probed}
             laid = (rows_by_sample(opened.site, page, first, last) for page in written)
             feeds.append(Feed(opened, terms, [rows for rows in laid if rows is not None]))
+        by_row = {name: states[:, columns[name]] == BY_ROW for name in probed}
+        seen = {name: by_row[name] & was_probed[name] for name in probed}
         active = [
-            (states[:, columns[name]] == BY_ROW)[:, None].expand(-1, look.numbers)
-            for name, (look, _) in probed.items()
+            seen[name][:, None].expand(-1, look.numbers) for name, (look, _) in probed.items()
         ]
         u = torch.cat([probes[name] for name in probed], 1)[: len(states)]
-        evidence.append(Evidence(feeds, probed, u, torch.cat(active, 1)))
+        unprobed = torch.stack([by_row[name] & ~seen[name] for name in probed]).any(0)
+        evidence.append(Evidence(feeds, probed, u, torch.cat(active, 1), unprobed))
     return evidence
 
 
@@ -327,7 +334,11 @@ def find_factors(evidence: Sequence[Evidence]) -> tuple[list[Evidence], Tensor, 
         chosen[account], factors[at, account], agreed[at, account] = _without_discarded(
             chosen[account], at, factors[at, account]
         )
-    factors = torch.where(agreed & tally.touched, factors, 0.0)
+    unprobed = torch.stack([account.unprobed for account in evidence], 1)
+    uniform = (fits | ~tally.touched).all(0)  # where probed, all accounts had one factor
+    factors = torch.where(unprobed, shared, factors)
+    agreed = torch.where(unprobed, uniform[None].expand_as(agreed), agreed)
+    factors = torch.where(agreed & (tally.touched | unprobed), factors, 0.0)
     return [account.of_touched() for account in chosen], factors, agreed
 
 

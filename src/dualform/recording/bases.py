@@ -18,7 +18,7 @@ from dualform.recording.keep import Summaries
 ROWS_A_DIRECTION = 8
 """So many rows are looked at for each direction of a basis."""
 MOST_ROWS = 4096
-"""More rows of one use than these are not looked at."""
+"""About so many rows of one use are looked at."""
 ROUNDS = 4
 """How often directions are multiplied by the rows and back."""
 
@@ -86,8 +86,7 @@ class BookBases:
         if book in self.found or book in self._ready:
             return self.found.get(book)
         seen = self._rows.setdefault(book, [])
-        some = slice(None, None, max(1, len(width) // MOST_ROWS))
-        seen.append((None if height is None else height[some].clone(), width[some].clone()))
+        seen.append((None if height is None else height.clone(), width.clone()))
         wanted = ROWS_A_DIRECTION * max(policy.outputs, policy.inputs)
         if sum(len(rows) for _, rows in seen) < wanted:
             return None

@@ -21,7 +21,7 @@ HANDOVER_BYTES = 32 << 20
 
 From an accelerator, where each operation is a call to it, a hand-over is several shards.
 """
-FROM_DEVICE = 4
+FROM_DEVICE = 6
 """So many."""
 
 

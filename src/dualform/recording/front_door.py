@@ -59,11 +59,11 @@ def record(
             ours). Otherwise such a failure ends the recording with one warning: what is committed
             stays readable, and the training goes on as if nothing had happened.
         keep: how much of each row is stored: "rows" (all of it), "half" (numbers of 16 bits),
-            "int8" (numbers of 8 bits, with a scale a row), "summaries" (one small matrix a sample and
-            layer, see `dualform.summaries`) or "steps" (no rows: the change that each step made). A
-            dict gives policies by the names of parameters or modules, the first that
+            "int8" (numbers of 8 bits, with a scale a row), "summaries" (one small matrix a sample
+            and layer, see `dualform.summaries`) or "steps" (no rows: the change that each step
+            made). A dict gives policies by the names of parameters or modules, the first that
             matches: `keep={"head": "steps", "*.bias": "rows", "*": "int8"}`. The books stay exact:
-            what rounded rows miss is stored as the residual of the step.
+            what entries miss of a parameter is measured, as its residual.
     """
     return Recorder(
         model,

@@ -23,6 +23,10 @@ PROBED_ROWS = 128
 """Higher matrices are probed at so many neighboring rows, others after each hand-over."""
 PROBED_COLUMN = 1 << 14
 """Parameters of one column are probed as a whole up to this size."""
+ALL_PROBED = 8
+"""In the first steps all books are probed."""
+TURNS = 16
+"""From then on, books that are summarized are probed once in so many steps, in turns."""
 PROBE_NUMBERS = 32
 """A probe of fewer numbers could agree by accident: narrow matrices get several vectors."""
 
@@ -50,9 +54,18 @@ class GradientProbes:
         self.looks = {name: self._look(name) for name in self.looks}
 
     def take(
-        self, gradients: Mapping[str, Tensor], optimizer: Optimizer
+        self, gradients: Mapping[str, Tensor], optimizer: Optimizer, step: int
     ) -> tuple[tuple[str, ...], Tensor]:
-        """`u = G r` for matrices, columns as they are; all in one piece, with the books' names."""
+        """`u = G r` for matrices, columns as they are; all in one piece, with the books' names.
+
+        Books that are summarized take turns: to multiply a gradient by two bases costs more than
+        all else. Those that are probed say by what factor gradients were scaled.
+        """
+        if step > ALL_PROBED:
+            summarized = [name for name in gradients if name in self._bases.found]
+            turns = min(TURNS, len(summarized))
+            waiting = {name for at, name in enumerate(summarized) if at % turns != step % turns}
+            gradients = {name: g for name, g in gradients.items() if name not in waiting}
         probe = torch.cat([self._seen(name, gradient) for name, gradient in gradients.items()])
         scale = getattr(optimizer, "grad_scale", None)  # fused optimizers unscale themselves
         if scale is not None:

@@ -11,7 +11,7 @@ from dualform.errors import RecordingError
 from dualform.ledger import Codec
 from dualform.ledger.codecs import CODECS
 
-ROWS, STEPS, SUMMARIES = "rows", "steps", "summaries"
+ROWS, STEPS, SUMMARIES, SUMS = "rows", "steps", "summaries", "sums"
 ASKED = "keep='steps' was asked for"
 NOT_RECORDED = "layers= leaves it out"
 
@@ -23,6 +23,7 @@ class Summaries:
     outputs: int = 16
     inputs: int = 128
     numbers: str = "int8"
+    offsets: str = "sums"
 
     @property
     def size(self) -> int:
@@ -30,7 +31,7 @@ class Summaries:
         return self.outputs * self.inputs
 
     def __str__(self) -> str:
-        return f"summaries({self.outputs}, {self.inputs}, '{self.numbers}')"
+        return f"summaries({self.outputs}, {self.inputs}, '{self.numbers}', '{self.offsets}')"
 
 
 Policy: TypeAlias = str | Summaries
@@ -39,13 +40,16 @@ Keep: TypeAlias = Policy | Mapping[str, Policy]
 """A policy for all parameters, or policies by pattern."""
 
 
-def summaries(outputs: int = 16, inputs: int = 128, numbers: str = "int8") -> Summaries:
+def summaries(
+    outputs: int = 16, inputs: int = 128, numbers: str = "int8", offsets: str = "sums"
+) -> Summaries:
     """The policy to keep one matrix of `outputs` × `inputs` numbers for each sample and layer.
 
     A sample's rows in a layer (its tokens, or patches) are added up, and what they add to the
     weight is stored in two bases: the directions in which the layer's errors, and its inputs, vary
-    most. Biases and normalizations are stored as one exact sum a sample. `numbers` is how a summary
-    is stored: "int8", "half" or "rows" (32 bits).
+    most. `numbers` is how a summary is stored: "int8", "half" or "rows" (32 bits). `offsets` says
+    what becomes of biases and normalizations: "sums" stores one exact sum a sample, and "steps" the
+    change that each step made. Steps are cheaper on a GPU, but explain no sample.
 
     >>> import tempfile, torch, dualform
     >>> model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 3))
@@ -64,7 +68,11 @@ def summaries(outputs: int = 16, inputs: int = 128, numbers: str = "int8") -> Su
             raise RecordingError(f"summaries({side}={count!r}) is no number of directions from 1.")
     if numbers not in (known := [codec.policy for codec in CODECS.values()]):
         raise RecordingError(f"summaries(numbers={numbers!r}) is unknown; there are {known}.")
-    return Summaries(outputs, inputs, numbers)
+    if offsets not in (SUMS, STEPS):
+        raise RecordingError(
+            f"summaries(offsets={offsets!r}) is unknown; there are 'sums', 'steps'."
+        )
+    return Summaries(outputs, inputs, numbers, offsets)
 
 
 def policies() -> list[str]:

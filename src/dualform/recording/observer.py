@@ -123,7 +123,7 @@ class StepObserver:
         hyper = tuple([self._rule.hyper(group) for group in self._optimizer.param_groups])
         lost = self._give_up(number)
         states, gradients = self._touch()
-        probe = self._probes.take(gradients, self._optimizer) if gradients else None
+        probe = self._probes.take(gradients, self._optimizer, number) if gradients else None
         looks, given = self._probes.looks, (*notes, *lost)
         return RecordedStep(number, hyper, self._groups, states, looks, given, probe, self._before)
 

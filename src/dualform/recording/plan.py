@@ -23,7 +23,7 @@ from dualform.ledger import Book
 from dualform.ledger.tensors import CODES
 from dualform.optimizers import Rule, why_observed
 from dualform.private import is_compiled, may_have_compiled
-from dualform.recording.keep import ASKED, ROWS, STEPS, Keep, Policy, read_keep
+from dualform.recording.keep import ASKED, ROWS, STEPS, Keep, Policy, Summaries, read_keep
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule, keep: Keep = R
     reason = "" if rule.fields else why_observed(optimizer)
     refused = rule.group_refusals(optimizer)
     kept = read_keep(keep, parameters)
+    for name, policy in kept.items():
+        if isinstance(policy, Summaries) and policy.offsets == STEPS:
+            kept[name] = STEPS if parameters[name].ndim < 2 else policy
     reasons = {
         name: reason or refused.get(id(p), "") or (ASKED if kept[name] == STEPS else "")
         for name, p in parameters.items()

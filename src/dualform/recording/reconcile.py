@@ -36,6 +36,7 @@ from dualform.optimizers import (
 )
 from dualform.recording.accounts import MISMATCH, Evidence
 from dualform.recording.excerpts import ROUNDINGS
+from dualform.recording.keep import Summaries
 from dualform.recording.messages import RecordedStep
 from dualform.recording.pages import StreamRows
 from dualform.recording.plan import Plan
@@ -101,6 +102,12 @@ class Followed:
         return torch.cat(parts).to("cpu", torch.float64)
 
 
+def _is_large(plan: Plan, name: str) -> bool:
+    """Whether a book will be summarized, but for a few kinds: then it is not followed at all."""
+    policy, book = plan.keep[name], plan.book(name)
+    return isinstance(policy, Summaries) and len(book.shape) > 1 and book.size > policy.size
+
+
 class Reconciler:
     """Follows every book that is kept by row, and names those that end somewhere else."""
 
@@ -109,7 +116,8 @@ class Reconciler:
         self._memory = {
             name: {part: kept.detach().clone().to_dense() for part, kept in memory.items()}
             for name, parameter in plan.parameters.items()
-            if rule.in_parts and (memory := rule.memory(optimizer, parameter))
+            if rule.in_parts and not _is_large(plan, name)
+            if (memory := rule.memory(optimizer, parameter))
         }
         """What the optimizer remembers as recording begins, of books not followed yet."""
         self._column = {book.name: at for at, book in enumerate(plan.books)}
@@ -150,7 +158,7 @@ class Reconciler:
             for at, account in enumerate(evidence)
             if not (signs and _has_16_bits(account))
             for name in account.looks
-            if not account.is_summarized(name)
+            if not (account.is_summarized(name) or _is_large(self._plan, name))
             if name in before and BY_ROW in {step.states[self._column[name]] for step in steps}
         ]
         parts = [self._parts(evidence[at], name) for at, name in places]

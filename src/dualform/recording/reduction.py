@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +24,13 @@ from dualform.ledger import Stream, Term
 from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases
-from dualform.recording.bases import BookBases
+from dualform.recording.bases import MOST_ROWS, BookBases
 from dualform.recording.keep import ROWS, STEPS, Policy, Summaries
 from dualform.recording.pages import Order
 
+TRITON = find_spec("triton") is not None
+WIDEST = 8192
+"""Rows of more numbers than these are added up by torch's own operations."""
 LARGEST_IN_GROUPS = 8
 """Weights in groups are kept whole, if they have at most so many times the numbers of a summary."""
 
@@ -71,7 +76,7 @@ class Reducer:
         samples, stretch = order
         x = sample_major(keys[None], samples, stretch, self.site.key_dims)
         e = sample_major(values[None], samples, stretch, self.site.value_dims)
-        wide = _Wide(self.stream, x, e, samples, with_reach)
+        wide = _Wide(self.site, self.stream, x, e, samples, with_reach)
         found = []
         for book, term in self.site.terms.items():
             form = form_named(term.form)
@@ -97,7 +102,8 @@ class Reducer:
             return Bases(None, None)
         known = self.bases.found.get(book)
         if known is None and not form_named(term.form).has_sides:
-            return self.bases.of(book, self.policy, None, _placed(wide.errors, term.at[1], width))
+            errors, _ = wide.some()
+            return self.bases.of(book, self.policy, None, _placed(errors, term.at[1], width))
         if known is None:
             errors, inputs = wide.some()
             errors, inputs = _placed(errors, term.at[0], height), _placed(inputs, term.at[1], width)
@@ -166,13 +172,10 @@ class Reducer:
 
     def _totals(self, book: str, term: Term, wide: _Wide) -> Reduced:
         """(samples, numbers): what each sample adds to an offset or a scale."""
-        form, errors = form_named(term.form), wide.errors
-        each = form.rows(wide.rows if form.needs_keys else errors[:, :0], errors).a
-        each = each.reshape(wide.samples, -1, each.shape[1])
-        total = each.sum(1, dtype=_at_least_32_bits(each))
-        none = total.new_empty(wide.samples, 0)
-        at = Term("sum", term.view, term.groups, term.at)
-        reach = each.abs().sum((0, 1), dtype=total.dtype) if wide.with_reach else None
+        scaled = form_named(term.form).needs_keys
+        total = wide.products if scaled else wide.sums
+        reach = wide.reach(scaled) if wide.with_reach else None
+        none, at = total.new_empty(wide.samples, 0), Term("sum", term.view, term.groups, term.at)
         return Reduced(book, at, none, total, (wide.samples, 1), 1, 1, None, ROWS, reach)
 
 
@@ -180,10 +183,11 @@ class _Wide:
     """The rows of a use, sample after sample, as its reductions need them."""
 
     def __init__(
-        self, stream: Stream, keys: Tensor, values: Tensor, samples: int, with_reach: bool
+        self, site: Site, stream: Stream, x: Tensor, e: Tensor, samples: int, with_reach: bool
     ) -> None:
-        self._stream, self._keys, self._values = stream, keys, values
+        self._stream, self._keys, self._values = stream, x, e
         self.samples, self.with_reach = samples, with_reach
+        self._scaled = any(term.form == "scale" for term in site.terms.values())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,8 +197,11 @@ class _Wide:
     @property
     def each(self) -> int:
         """How many rows a sample has."""
-        positions = math.prod(self._stream.values[1:]) if self._stream.layout else 1
-        return len(self._values) * positions // self.samples
+        return len(self._values) * self._positions // self.samples
+
+    @property
+    def _positions(self) -> int:
+        return math.prod(self._stream.values[1:]) if self._stream.layout else 1
 
     @property
     def errors(self) -> Tensor:
@@ -209,12 +216,12 @@ class _Wide:
         return expand(self._stream, self._keys, None)[0]
 
     def some(self) -> tuple[Tensor, Tensor]:
-        """Errors and inputs of some rows: patches of a few records only."""
+        """Errors and inputs of some rows; the patches of a few records only."""
+        few = slice(None, None, max(1, len(self._values) * self._positions // MOST_ROWS))
         if not self._stream.layout:
-            return self._values, self._keys
-        errors = at_positions(self._stream, self._values)
-        few = slice(None, None, max(1, len(errors) * errors.shape[1] // 8192))
-        return errors[few].flatten(0, 1), patches(self._stream, self._keys[few]).flatten(0, 1)
+            return self._values[few], self._keys[few]
+        errors = at_positions(self._stream, self._values[few])
+        return errors.flatten(0, 1), patches(self._stream, self._keys[few]).flatten(0, 1)
 
     def sides(self, groups: int) -> tuple[int, int]:
         """Height and width of the block that a row adds."""
@@ -222,6 +229,36 @@ class _Wide:
             return self._values.shape[1], self._keys.shape[1] // groups
         channels = self._stream.keys[0] // self._stream.layout["groups"]
         return self._stream.values[0], channels * math.prod(self._stream.layout["kernel"])
+
+    @property
+    def sums(self) -> Tensor:
+        """(samples, height): the errors of each sample, added up."""
+        return self._totals[0]
+
+    @property
+    def products(self) -> Tensor:
+        """(samples, height): errors times inputs, number by number, added up."""
+        found = self._totals[1]
+        return self._added(self.rows * self.errors) if found is None else found
+
+    @cached_property
+    def _totals(self) -> tuple[Tensor, Tensor | None]:
+        e, x = self._by_sample(self.errors), self._by_sample(self._keys)
+        plain = self._scaled and not self._stream.layout and x.shape == e.shape
+        lies = e.is_cuda and e.is_contiguous() and x.is_contiguous() and e.shape[2] <= WIDEST
+        if not (plain and lies and TRITON):
+            return self._added(self.errors), None
+        from dualform.recording.kernels_sums import sample_sums
+
+        return sample_sums(e, x)
+
+    def reach(self, scaled: bool) -> Tensor:
+        """(height,): the sizes of all terms, added up."""
+        errors = self.errors.abs()
+        return self._added(errors * self.rows.abs() if scaled else errors).sum(0)
+
+    def _added(self, rows: Tensor) -> Tensor:
+        return self._by_sample(rows).sum(1, dtype=_at_least_32_bits(rows))
 
     def along_errors(self, U: Tensor | None) -> Tensor:
         """(samples, rows, k_o): errors in the directions of U."""
