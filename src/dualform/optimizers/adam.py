@@ -116,9 +116,10 @@ class AdamRule(AdamLike):
 
     def step_by(self, hyper: Hyper, taken: float, inverse: Diagonal) -> Step:
         """`W ← kept W - η / (1 - β1^t) P b` with P as it was kept."""
-        beta1 = hyper["beta1"]
-        on_b = Blend({inverse: hyper["lr"] / (1 - beta1 ** (taken + 1))})
-        return DescentStep.of(hyper).transition(on_b, 0.0, keep=beta1, take=1 - beta1)
+        beta1, descent = hyper["beta1"], DescentStep.of(hyper)
+        far = hyper["lr"] / (1 - beta1 ** (taken + 1))
+        on_b = inverse.numbers * far if descent.coupled else Blend({inverse: far})
+        return descent.transition(on_b, 0.0, keep=beta1, take=1 - beta1)
 
     def along(self, hyper: Hyper, step: float, state: State) -> Pair:
         """`η / (1 - β1^t) P` along `b`."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from dualform.ledger import Book, Ledger
 from dualform.memory.forms import form_named
 from dualform.optimizers import BY_ROW
+from dualform.read.accounts import account_gap
 from dualform.read.coefficients import Accounting
 from dualform.read.display import Displayed, columns, framed, pandas_frame
 from dualform.read.engine import Engine, ShardRange
@@ -23,6 +24,8 @@ from dualform.read.weights import Balance, balances, gross_part, residual_part
 
 ROUNDING = "it changed by no more than rounding: the remainder is relative to what was added up"
 SUSPECT = 1e-6
+SUMMARY_ROUNDING = 2e-2
+"""By how much summaries of 8 bits, from rows of 16 bits, may miss the gradient in their bases."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class BookAudit:
     where a parameter changed little for its size.
 
     `residual` is the share of the parameter's change that entries leave, where they are less than
-    the rows: `‖residual‖ / ‖W_T − c0 W_0‖`. It is 0 where rows are kept as they are.
+    the rows: `‖residual‖ / ‖W_T − c0 W_0‖`. It is 0 where rows are kept as they are. Where rows are
+    summarized, the remainder is how far summaries are from the gradients in their bases.
 
     >>> from dualform.testing import tiny_run
     >>> run, _, _ = tiny_run()
@@ -83,8 +87,8 @@ class Audit(Displayed):
     @property
     def remainder(self) -> float:
         """The largest relative remainder over the books; NaN where none could be measured."""
-        remainders = [book.remainder for book in self.books]
-        return float("nan") if any(map(math.isnan, remainders)) else max(remainders, default=0.0)
+        measured = [book.remainder for book in self.books if not math.isnan(book.remainder)]
+        return max(measured, default=float("nan") if self.books else 0.0)
 
     @property
     def beyond_rounding(self) -> list[BookAudit]:
@@ -216,6 +220,9 @@ def _measure(accounting: Accounting, book: Book, weight: Tensor, balance: Balanc
     steps = int((accounting.states(book) == BY_ROW).sum())
     places = steps * float(_last_place(weight, book).norm())
     residual = float(residual_part(accounting, book).norm())
+    if accounting.ledger.is_summarized(book):
+        gap = account_gap(accounting, book)
+        return _Measured(gap, SUMMARY_ROUNDING, residual / relative_to, small)
     shares = (float(gap) / relative_to, places / relative_to, residual / relative_to)
     return _Measured(*shares, small)
 

@@ -232,7 +232,7 @@ def last_seen(
 ) -> dict[str, LayerQueries]:
     """What each layer saw of some samples the last time it saw them, and what it would give now."""
     ledger, found = reader.ledger, {}
-    for stream in ledger.info.streams:
+    for stream in ledger.info.layers:
         visits = _latest(reader, LastVisits(stream, numbers), until)
         rows = [expand(stream, visits[int(number)][1], None)[0] for number in numbers]
         inputs = torch.cat(rows) if rows else torch.zeros(0, math.prod(stream.keys))

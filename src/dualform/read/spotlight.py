@@ -240,6 +240,11 @@ class Reading(Displayed):
         for stream in ledger.info.streams:
             terms = ledger.info.terms_of(stream.name)
             if any(_is_product(t) for book, t in terms.items() if book in self._rows.terms):
+                if stream.layer:
+                    raise ReadingError(
+                        f"{what} the inputs of rows, and '{self.layer}' was kept as summaries; "
+                        "record it with keep='rows', 'half' or 'int8' to compare them."
+                    )
                 yield stream
 
     def _numbers(self) -> Tensor:

@@ -102,7 +102,8 @@ class Bookkeeper:
                     events += self._break(dict.fromkeys(books, steps[0].number), UNEXPLAINED)
                     evidence[at] = replace(account, feeds=[])
                 entries.add(evidence[at])
-        kept = {**entries.arrays, **entries.residual_arrays()}
+                entries.keep_accounts(evidence[at])
+        kept = {**entries.arrays, **entries.residual_arrays(), **entries.accounts}
         arrays = {name: [to_host(part) for part in parts] for name, parts in kept.items()}
         self._observed = {name for name, at in columns.items() if steps[-1].states[at] == OBSERVED}
         broken = self._broken & span.before.keys()

@@ -34,6 +34,22 @@ class Entries:
     residuals: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """For each book and step, the sum of the rows less that of the entries, in float64."""
 
+    accounts: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Gradients of books that are summarized, in their bases, at the steps that were probed."""
+
+    def keep_accounts(self, account: Evidence) -> None:
+        """Keeps what was probed of books all of whose entries are in the bases that it is in."""
+        for book, (look, columns) in account.looks.items():
+            fed = [feed for feed in account.feeds if book in feed.terms and feed.pieces]
+            probed = torch.nonzero(account.active[:, columns.start]).flatten()
+            if look.outputs is None or not fed or not len(probed):
+                continue
+            if all(feed.stream.bases and feed.stream.bases[1] for feed in fed):
+                u = account.u[probed][:, columns].float()
+                shape = (len(probed), look.outputs.shape[1], -1)
+                self.accounts[f"{book}/accounts"] = [u.reshape(shape)]
+                self.accounts[f"{book}/account_steps"] = [probed + self.first]
+
     def add(self, account: Evidence) -> None:
         """Encodes the rows of an account."""
         for feed in account.feeds:

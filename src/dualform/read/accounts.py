@@ -1,0 +1,96 @@
+"""Are the entries of a book that is summarized what the optimizer saw?
+
+What entries leave of such a book is its residual, so that the books balance whatever the entries
+are. So another check is needed. At some steps the recorder kept the gradient itself, in the bases:
+the *account* `Uᵀ G V` of the step. The step's entries must add up to it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.ledger import Book, Ledger, Stream
+from dualform.ledger.reader import values_by_step
+from dualform.memory.forms import form_named
+from dualform.read.coefficients import Accounting
+from dualform.read.engine import Fold, ShardRange
+from dualform.read.scan import chunks
+
+CHECKED = 8
+"""At most so many steps of a book are checked."""
+
+
+def account_gap(accounting: Accounting, book: Book) -> float:
+    """How far entries are from the accounts of their steps, relative; NaN where none was kept."""
+    ledger = accounting.ledger
+    kept = {t: u for t, u in accounts(ledger, book) if t <= accounting.until}
+    chosen = sorted(kept)[:: max(1, len(kept) // CHECKED)]
+    streams = tuple(map(ledger.info.stream, book.terms))
+    gaps, sizes = [], []
+    for step in chosen:
+        found = accounting.reader.reduce(EntrySum(book, streams, kept[step].shape), step, step)
+        factor = float(accounting.factors(book)[step - 1])
+        gaps.append(float((factor * found - kept[step].double()).norm()))
+        sizes.append(float(kept[step].norm()))
+    return sum(gaps) / sum(sizes) if sum(sizes) else float("nan")
+
+
+def accounts(ledger: Ledger, book: Book) -> list[tuple[int, Tensor]]:
+    """The accounts that were kept of a book, each (k_o, k_i), with their steps."""
+    found: list[tuple[int, Tensor]] = []
+    for shard in ledger.step_shards:
+        name = f"{book.name}/accounts"
+        if name in shard.file:
+            seen = Book(book.name, tuple(shard.file.array(name).shape[1:]), "float32")
+            found += values_by_step(shard, seen, "account", 1, ledger.last_step)
+    return found
+
+
+@dataclass(frozen=True)
+class EntrySum(Fold[Tensor]):
+    """What the entries of some steps add up to in the bases of a book."""
+
+    book: Book
+    fed_by: tuple[Stream, ...]
+    size: tuple[int, ...]
+    """Height and width of a summary."""
+
+    @property
+    def streams(self) -> list[str]:
+        """Those that feed the book."""
+        return list(self.book.terms)
+
+    def start(self) -> Tensor:
+        """Zero."""
+        return torch.zeros(self.size, dtype=torch.float64)
+
+    def fold(self, partial: Tensor, shard: ShardRange) -> Tensor:
+        """Adds the entries of a shard."""
+        for stream in self.fed_by:
+            form = form_named(self.book.terms[stream.name].form)
+            for chunk in chunks(shard, stream):
+                values = chunk.values.double()
+                if not form.has_sides:
+                    place = chunk.keys[:, 0] + self.book.terms[stream.name].at[0]
+                    partial += self._outputs(shard)[place].double().T @ values
+                elif math.prod(stream.keys):
+                    partial += values.T @ chunk.keys.double()
+                else:
+                    partial += values.sum(0).reshape(self.size)
+        return partial
+
+    def _outputs(self, shard: ShardRange) -> Tensor:
+        """U of the book: a table that is read is also multiplied by, where it has one."""
+        own = next(stream for stream in self.fed_by if stream.bases and stream.bases[0])
+        bases = shard.bases(own)
+        assert bases is not None
+        assert bases.outputs is not None
+        return bases.outputs
+
+    def merge(self, one: Tensor, other: Tensor) -> Tensor:
+        """The sum."""
+        return one.add_(other)

@@ -1,0 +1,274 @@
+"""`keep="summaries"`: one small matrix a sample and layer, in bases; the books stay exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import dualform
+from dualform.errors import ReadingError, RecordingError, UnknownStepError
+from dualform.ledger import Ledger
+from dualform.read import Run
+from dualform.read.engine import ShardRange
+from dualform.read.scan import chunks
+from dualform.recording.bases import leading_directions
+from dualform.recording.bookkeeping import NOISY
+from dualform.recording.keep import Keep, summaries
+
+BATCH, SAMPLES, STEPS = 16, 40, 14
+
+
+class Tied(nn.Module):
+    """A table that is read and multiplied by, a normalization, and a projection in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.mix = nn.Embedding(30, 12), nn.LayerNorm(12), nn.Linear(12, 12)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.mix(self.norm(self.embed(words))) @ self.embed.weight.T
+
+
+class Recurrent(nn.Module):
+    """An LSTM over short sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(10, 9, batch_first=True), nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+class Attending(nn.Module):
+    """Multi-head attention and its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend, self.head = nn.MultiheadAttention(12, 2, batch_first=True), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attend(x, x, x, need_weights=False)[0])
+
+
+def shaped(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(SAMPLES, *shape) * torch.linspace(2, 0.1, shape[-1])
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 3)),
+        shaped(20),
+    ),
+    "tokens": (
+        lambda: nn.Sequential(nn.Linear(20, 15), nn.LayerNorm(15), nn.Linear(15, 3)),
+        shaped(7, 20),
+    ),
+    "conv": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=4)
+        ),
+        shaped(3, 8, 8),
+    ),
+    "tied": (Tied, lambda: torch.randint(30, (SAMPLES, 9))),
+    "lstm": (Recurrent, shaped(6, 10)),
+    "attention": (Attending, shaped(8, 12)),
+}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "adam with decay": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.001),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+}
+
+
+def train(
+    path: Path | None, model: str, optimizer: str, keep: Keep, *, resume: bool = False
+) -> tuple[nn.Module, Tensor]:
+    """A few steps with clipping; without a path, the same without a recorder."""
+    torch.manual_seed(0)
+    make, inputs = MODELS[model]
+    net, data = make(), inputs()
+    if resume:
+        assert path is not None
+        net.load_state_dict(dualform.open(path).state_dict())
+    stepper = OPTIMIZERS[optimizer](net.parameters())
+    order = torch.Generator().manual_seed(int(resume))
+
+    def step(recorder: dualform.Recorder | None) -> None:
+        ids = torch.randperm(SAMPLES, generator=order)[:BATCH]
+        if recorder is not None:
+            recorder.samples(ids)
+        (net(data[ids]).flatten(1) - 0.5).square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+        stepper.step()
+        stepper.zero_grad()
+
+    if path is None:
+        for _ in range(STEPS):
+            step(None)
+        return net, data
+    with dualform.record(net, stepper, path, keep=keep, resume=resume, strict=True) as recorder:
+        for _ in range(STEPS):
+            step(recorder)
+    return net, data
+
+
+def opened(path: Path) -> Run:
+    return dualform.open(path)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_summaries_are_the_gradient_in_their_bases(
+    model: str, optimizer: str, tmp_path: Path
+) -> None:
+    """The remainder of an audit; and the weights are initial + entries + residual + steps."""
+    train(tmp_path / "run", model, optimizer, summaries(3, 6, "rows"))
+    run = opened(tmp_path / "run")
+    audit, ledger = run.audit(), Ledger(tmp_path / "run")
+    by_step = [line for line in audit.books if line.granularity != "row"]
+    assert all(line.reason == NOISY for line in by_step), audit
+    lossy = [book for book in ledger.info.books if ledger.is_summarized(book)]
+    assert lossy
+    for line in audit.books:
+        if line.name in {book.name for book in lossy}:
+            assert np.isnan(line.remainder) or line.remainder < 2e-5, audit
+            assert line.residual > 0
+        else:
+            assert line.remainder < 2e-4, audit
+            assert line.residual == 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_training_is_bit_identical(model: str, tmp_path: Path) -> None:
+    recorded, _ = train(tmp_path / "run", model, "adamw", "summaries")
+    plain, _ = train(None, model, "adamw", "rows")
+    for name, weight in plain.state_dict().items():
+        assert torch.equal(recorded.state_dict()[name], weight), name
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+@pytest.mark.parametrize("model", MODELS)
+def test_bases_that_hold_everything_lose_nothing(
+    model: str, optimizer: str, tmp_path: Path
+) -> None:
+    """Summaries as large as the layers give the reads of all rows."""
+    net, data = train(tmp_path / "whole", model, optimizer, summaries(99, 999, "rows"))
+    train(tmp_path / "rows", model, optimizer, "rows")
+    whole, rows = opened(tmp_path / "whole"), opened(tmp_path / "rows")
+    assert not any(line.residual for line in whole.audit().books)
+    seen = [
+        run.explain(net.eval(), data[:2], lambda out: out.flatten(1).square().sum(1)).values
+        for run in (whole, rows)
+    ]
+    assert np.abs(seen[0] - seen[1]).max() < 1e-4 * np.abs(seen[1]).max()
+
+
+def test_a_summary_is_what_a_sample_adds_in_the_bases(tmp_path: Path) -> None:
+    """Against each sample's own gradient, alone, in float64."""
+    torch.manual_seed(0)
+    data = torch.randn(BATCH, 7, 20)
+    net = nn.Linear(20, 15)
+    stepper = torch.optim.SGD(net.parameters(), lr=0.1)
+    first = {name: p.detach().double().clone() for name, p in net.named_parameters()}
+    with dualform.record(
+        net, stepper, tmp_path / "run", keep=summaries(2, 3, "rows"), strict=True
+    ) as recorder:
+        recorder.samples(range(BATCH))
+        net(data).square().mean().backward()
+        stepper.step()
+    ledger = Ledger(tmp_path / "run")
+    (shard,) = ShardRange.of(ledger, 1, 1)
+    stream = next(s for s in ledger.info.streams if any(s.bases))
+    bases, (chunk,) = shard.bases(stream), list(chunks(shard, stream))
+    assert bases is not None
+    for sample, summary in zip(chunk.samples.tolist(), chunk.values, strict=True):
+        W = first["weight"].clone().requires_grad_()
+        out = data[sample].double() @ W.T + first["bias"]
+        (out.square().sum() / (BATCH * 7 * 15)).backward()
+        assert W.grad is not None
+        expected = bases.project(W.grad)
+        assert (summary.reshape(2, 3) - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_leading_directions_are_those_of_the_second_moment() -> None:
+    torch.manual_seed(0)
+    rows = torch.randn(400, 30) * torch.tensor([3.0] * 5 + [0.3] * 25)
+    found = leading_directions(rows, 5)
+    assert found is not None
+    _, vectors = torch.linalg.eigh(rows.T @ rows)
+    inside = (vectors[:, -5:].T @ found).square().sum() / 5
+    assert inside > 0.97
+    assert torch.allclose(found.T @ found, torch.eye(5), atol=2e-2)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
+def test_reads_add_up_and_name_the_attributed_share(optimizer: str, tmp_path: Path) -> None:
+    net, data = train(tmp_path / "run", "tokens", optimizer, summaries(3, 8))
+    run = opened(tmp_path / "run")
+    for reading in run.spotlight(net, data[:2]).values():
+        parts = reading.check
+        summed = parts.initial + parts.evidence + parts.steps + parts.remainder
+        assert np.allclose(summed, parts.total)
+        assert np.abs(parts.remainder).max() < 1e-4 * np.abs(parts.total).max()
+    explained = run.explain(net, data[:2], lambda out: out.flatten(1).sum(1))
+    assert explained.check is not None
+    assert explained.completeness.max() < 1e-2
+    assert run.influence(net, data[:2], lambda out: out.flatten(1).sum(1)).values.shape == (40, 2)
+    assert run.subtract([0, 1]) is not None
+    assert run.audit().books[0].attributed < 1
+
+
+def test_few_rows_a_sample_are_kept_along_the_bases(tmp_path: Path) -> None:
+    """A sample of one row takes k_o + k_i numbers, not k_o × k_i."""
+    train(tmp_path / "run", "mlp", "momentum", summaries(4, 8))
+    streams = {s.name: s for s in Ledger(tmp_path / "run").info.streams}
+    assert (streams["0~weight"].keys, streams["0~weight"].values) == ((8,), (4,))
+    assert streams["0~weight"].bases == (4, 8)
+
+
+def test_a_run_goes_on_with_bases_of_its_own(tmp_path: Path) -> None:
+    train(tmp_path / "run", "tokens", "momentum", summaries(3, 8, "rows"))
+    train(tmp_path / "run", "tokens", "momentum", summaries(3, 8, "rows"), resume=True)
+    run = opened(tmp_path / "run")
+    names = [s.name for s in run.info.streams if any(s.bases)]
+    assert "0~weight" in names
+    assert "0~weight@2" in names
+    assert run.audit().remainder < 1e-4
+
+
+def test_offsets_may_be_kept_by_step(tmp_path: Path) -> None:
+    train(tmp_path / "run", "tokens", "adamw", summaries(3, 8, offsets="steps"))
+    kept = {line.name: line.granularity for line in opened(tmp_path / "run").audit().books}
+    assert kept["0.weight"] == "row"
+    assert kept["0.bias"] == kept["1.weight"] == "step"
+
+
+def test_what_summaries_cannot_answer_is_refused_in_words(tmp_path: Path) -> None:
+    net, data = train(tmp_path / "run", "tokens", "momentum", summaries(3, 8))
+    run = opened(tmp_path / "run")
+    with pytest.raises(UnknownStepError, match=r"kept as summaries.*recorder.checkpoint\(\)"):
+        run.at(5).state_dict()
+    with pytest.raises(ReadingError, match="'0' was kept as summaries; record it with keep='rows'"):
+        run.spotlight(net, data[:1])["0"].memory()
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"outputs": 0}, r"summaries\(outputs=0\) is no number of directions from 1"),
+        ({"numbers": "zip"}, r"summaries\(numbers='zip'\) is unknown; there are \['rows', 'half'"),
+        ({"offsets": "rows"}, r"summaries\(offsets='rows'\) is unknown; there are 'sums', 'steps'"),
+    ],
+)
+def test_bad_sizes_are_refused(given: dict[str, object], problem: str) -> None:
+    with pytest.raises(RecordingError, match=problem):
+        summaries(**given)  # type: ignore[arg-type]
