@@ -90,10 +90,28 @@ class Reducer:
             found.append(part)
         return found
 
+    def awaits_bases(self) -> bool:
+        """Whether a weight or a table has no bases yet."""
+        return any(book not in self.bases.found for book in self.large)
+
+    @property
+    def large(self) -> list[str]:
+        """The weights and tables that need bases."""
+        return [
+            book
+            for book, term in self.site.terms.items()
+            if form_named(term.form).has_width and not self._is_small(book, term)
+        ]
+
+    def _is_small(self, book: str, term: Term) -> bool:
+        """Whether a weight is kept whole."""
+        height, width = matrix_shape(self.shapes[book], term.view, term.groups)
+        return height * width <= self.policy.size or term.groups > 1
+
     def _bases(self, book: str, term: Term, wide: _Wide) -> Bases | None:
         """The bases of a weight, or of a table, whose height is kept whole."""
         height, width = matrix_shape(self.shapes[book], term.view, term.groups)
-        if height * width <= self.policy.size or term.groups > 1:
+        if self._is_small(book, term):
             return Bases(None, None)
         known = self.bases.found.get(book)
         if known is None and not form_named(term.form).has_sides:
