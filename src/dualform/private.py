@@ -34,6 +34,8 @@ NAMES = {
     "torch._C._current_graph_task_id": TORCH,
     "torch._C._will_engine_execute_node": TORCH,
     "torch._dynamo": TORCH,
+    "torch._dynamo.exc.TorchDynamoException": TORCH,
+    "torch._higher_order_ops.wrap.tag_activation_checkpoint": TORCH,
     "torch._grouped_mm": TORCH,
     "torch._standard_gamma": TORCH,
     "torch._weight_norm": TORCH,
@@ -168,6 +170,72 @@ def may_have_compiled() -> bool:
     True
     """
     return "torch._dynamo" in sys.modules
+
+
+def before_compile(module: nn.Module) -> nn.Module:
+    """The module that was given to `torch.compile`, or the module itself. Public: nothing.
+
+    >>> module = nn.Linear(2, 2)
+    >>> before_compile(module) is module
+    True
+    """
+    inner: nn.Module = getattr(module, "_orig_mod", module)
+    return inner
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What runs in place of a module since `module.compile()`, or None. Public: nothing.
+
+    >>> compiled_call(nn.Linear(2, 2)) is None
+    True
+    """
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Has something else run in its place. Public: nothing.
+
+    >>> module = nn.Linear(2, 2)
+    >>> set_compiled_call(module, lambda x: "ran"); module(None)
+    'ran'
+    """
+    module._compiled_call_impl = call
+
+
+def is_one_graph(module: nn.Module) -> bool:
+    """Whether `torch.compile(module, fullgraph=True)` made it, as far as that is known.
+
+    Public: nothing. Of `module.compile()` it is not known.
+
+    >>> is_one_graph(nn.Linear(2, 2))
+    False
+    """
+    return bool(getattr(getattr(module, "dynamo_ctx", None), "fullgraph", False))
+
+
+def uses_cuda_graphs(module: nn.Module) -> bool:
+    """Whether a compiled module writes into the same memory at every call. Public: nothing.
+
+    >>> uses_cuda_graphs(nn.Linear(2, 2))
+    False
+    """
+    made_by = module if hasattr(module, "_orig_mod") else module._compiled_call_impl
+    settings = getattr(made_by, "get_compiler_config", lambda: None)()
+    return bool(settings and settings.get("triton.cudagraphs"))
+
+
+def checkpoint_in_graphs() -> Any:
+    """What torch.utils.checkpoint is to a mode while torch compiles. Public: nothing."""
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+    return tag_activation_checkpoint
+
+
+def compiler_error() -> type[Exception]:
+    """What torch raises where it cannot compile. Public: nothing."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
 
 
 DROPOUT = nn.modules.dropout._DropoutNd

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.overrides import has_torch_function as somebody_watches
 
-from dualform.layers.composite import _undelegated
+from dualform.layers.composite import undelegated
 
 
 class Calls(TorchFunctionMode):
@@ -40,7 +40,7 @@ def unasked(x: Tensor) -> Tensor:
 
 def test_calls_inside_are_seen() -> None:
     x, weight = torch.randn(2, 3), torch.randn(3, 3)
-    inside = _undelegated(composed)
+    inside = undelegated(composed)
     assert inside is not None
     with Calls() as calls:
         y = inside(x, weight)
@@ -55,7 +55,7 @@ def test_attention_makes_the_same_numbers_call_by_call() -> None:
     layer, x = nn.MultiheadAttention(4, 2, dropout=0.5).train(), torch.randn(5, 3, 4)
     weights = (layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.5)
     given = (x, x, x, 4, 2, *weights, layer.out_proj.weight, layer.out_proj.bias)
-    inside = _undelegated(F.multi_head_attention_forward)
+    inside = undelegated(F.multi_head_attention_forward)
     assert inside is not None
     results = []
     for forward in (F.multi_head_attention_forward, inside):
@@ -72,5 +72,5 @@ def test_attention_makes_the_same_numbers_call_by_call() -> None:
 
 
 def test_what_cannot_be_looked_into_is_left_as_it_is() -> None:
-    assert _undelegated(unasked) is None
-    assert _undelegated(torch.add) is None
+    assert undelegated(unasked) is None
+    assert undelegated(torch.add) is None

@@ -26,14 +26,14 @@ class AttentionForward(LayerKind):
         self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
     ) -> tuple[Any, None]:
         """Only the calls inside leave rows."""
-        twin = find.guard(_undelegated, func)
+        twin = find.guard(undelegated, func)
         if twin is None:  # recording has ended, or torch has another function
             return func(*args, **kwargs), None
         return inside(twin, args, kwargs, axis=1), None
 
 
 @cache
-def _undelegated(func: Any) -> Function | None:
+def undelegated(func: Any) -> Function | None:
     """The same function, which does not ask first whether somebody watches; None without one.
 
     Functions written in Python ask `has_torch_function`, and hand their whole call to whoever

@@ -346,18 +346,30 @@ def responses(stream: Stream, records: Tensor, vectors: Tensor) -> Tensor:
     >>> responses(line, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.ones(2, 1)).flatten()
     tensor([3., 5., 7.])
     """
+    out = convolved(stream, records, vectors).flatten(2)
+    found: Tensor = by_group(out, stream.layout["groups"]).permute(0, 3, 1, 2).flatten(0, 1)
+    return found
+
+
+def convolved(stream: Stream, records: Tensor, vectors: Tensor) -> Tensor:
+    """(records, groups × vectors, *positions): the same as a convolution gives it.
+
+    >>> import torch
+    >>> layout = dict(kernel=[2], stride=[1], dilation=[1], groups=1, padding=[[0, 0]])
+    >>> line = Stream("conv", (1, 4), (1, 3), dict(kind="patches", **layout))
+    >>> convolved(line, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.ones(2, 1))
+    tensor([[[3., 5., 7.]]])
+    """
     layout, dims = stream.layout, len(stream.keys) - 1
     groups = layout["groups"]
     kernel = vectors.T.reshape(-1, stream.keys[0] // groups, *layout["kernel"])
     if "stuffing" in layout:
         kernel = kernel.flip(list(range(2, 2 + dims)))
     convolve = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
-    out = convolve(
+    return convolve(
         _prepared(stream, records),
         kernel.repeat(groups, *[1] * (dims + 1)),
         stride=layout["stride"],
         dilation=layout["dilation"],
         groups=groups,
     )
-    found: Tensor = by_group(out.flatten(2), groups).permute(0, 3, 1, 2).flatten(0, 1)
-    return found

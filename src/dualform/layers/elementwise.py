@@ -122,7 +122,7 @@ class Repetition(LayerKind):
 def offset_use(find: Finder, found: Found, out: Tensor, factor: float = 1.0) -> Use | None:
     """A parameter that is added, broadcast to the shape of the output."""
     shape = list(found.given.shape)
-    to_rows = _to_rows(shape, out.ndim)
+    to_rows = rows_in_shape(shape, out.ndim)
     site = _site(find, found, "sum")
 
     def value(error: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def offset_use(find: Finder, found: Found, out: Tensor, factor: float = 1.0) -> 
 def _scale(
     find: Finder, found: Found, out: Tensor, x: Callable[[], Tensor], shape: list[int]
 ) -> Use | None:
-    to_rows, shape_of_out = _to_rows(shape, out.ndim), out.shape
+    to_rows, shape_of_out = rows_in_shape(shape, out.ndim), out.shape
     if found.given.numel() > 1:
         site = _site(find, found, "scale")
         return (
@@ -159,10 +159,10 @@ def _site(find: Finder, found: Found, form: str) -> Site | None:
     return find.site(key, lambda: Site(found.label, book_terms(found, form=form), axis=find.axis))
 
 
-def _to_rows(shape: list[int], ndim: int) -> Callable[[Tensor], Tensor]:
+def rows_in_shape(shape: list[int], ndim: int) -> Callable[[Tensor], Tensor]:
     """Moves the dimensions a parameter of this shape covers to the end, and flattens them.
 
-    >>> _to_rows([3, 1, 1], 4)(torch.zeros(8, 3, 5, 5)).shape
+    >>> rows_in_shape([3, 1, 1], 4)(torch.zeros(8, 3, 5, 5)).shape
     torch.Size([8, 5, 5, 3])
     """
     lined = [1] * (ndim - len(shape)) + shape

@@ -19,6 +19,8 @@ PASSES = 32
 """So many passes are experiments at the most while there are layers that none has seen."""
 TRIALS = 8
 """So many experiments must agree where the data could decide the order of rows."""
+MOST_DIMENSIONS = 6
+"""Rows have fewer dimensions before them."""
 
 UNCLEAR = "some of its rows could not be given to a sample: they do not depend on any"
 CHANGED = "the order of its rows changed from one forward pass to another"
@@ -151,6 +153,19 @@ class Owners:
         shape = "×".join(map(str, lead)) or "1"
         unseen = found.reason or UNSEEN.format(shape, batch.size)
         return unseen if stretch is None else stretch
+
+    def arranged(self, site: Site) -> dict[int, Pattern] | str | None:
+        """The patterns of a site's rows, by the dimensions before a row.
+
+        The reason where every pass must be an experiment; None while more of them are due.
+        """
+        own = self._known.get(id(site))
+        if own is not None and own.followed:
+            return CHANGED
+        if own is not None and own.agreed < TRIALS:
+            return None
+        found = {ndim: self._pattern(site, ndim) for ndim in range(MOST_DIMENSIONS)}
+        return {ndim: pattern for ndim, pattern in found.items() if pattern is not None}
 
     def _pattern(self, site: Site, ndim: int) -> Pattern | None:
         """The site's own pattern, or that which all other uses of the same books share."""

@@ -85,7 +85,8 @@ class EntrySum(Fold[Tensor]):
 
     def _outputs(self, shard: ShardRange) -> Tensor:
         """U of the book: a table that is read is also multiplied by, where it has one."""
-        own = next(stream for stream in self.fed_by if stream.bases and stream.bases[0])
+        tall = [stream for stream in self.fed_by if stream.bases and stream.bases[0]]
+        own = next(stream for stream in tall if shard.holds(stream.name))
         bases = shard.bases(own)
         assert bases is not None
         assert bases.outputs is not None

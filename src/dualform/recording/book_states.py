@@ -6,8 +6,8 @@ that was observed), and a reason says why. The way is one way:
 
     UNSEEN ──rows seen──► UNVERIFIED ──verified──► BY_ROW
       │                       │                      │
-      │ no rows, planned,     │ refuted, group refused, optimizer state changed
-      │ resumed               │                      │
+      │ no rows, planned,     │ refuted, group refused, optimizer state changed,
+      │ resumed               │ hidden by a compiler │
       ▼                       ▼                      ▼
     BY_STEP ◄─────────────────┴──────────────────────┘
       │
@@ -52,6 +52,7 @@ class Event(Enum):
     NO_ROWS = "a gradient came without rows"
     GROUP_REFUSED = "its group has options that the rule does not describe"
     STATE_CHANGED = "the loop changed what the optimizer remembers of it"
+    UNCAPTURED = "a compiled model hides its calls"
     REFUTED = "its rows are not its gradient"
     CHANGED_OUTSIDE = "something other than the optimizer changed it"
 
@@ -69,6 +70,7 @@ ALLOWED: dict[tuple[Kept, Event], Kept] = {
     **{(kept, Event.GROUP_REFUSED): Kept.BY_STEP for kept in _WITH_ROWS},
     **{(kept, Event.STATE_CHANGED): Kept.BY_STEP for kept in _WITH_ROWS},
     **{(kept, Event.REFUTED): Kept.BY_STEP for kept in _WITH_ROWS},
+    **{(kept, Event.UNCAPTURED): Kept.BY_STEP for kept in _WITH_ROWS},
     **{(kept, Event.CHANGED_OUTSIDE): Kept.SHARED for kept in Kept},
     # These may come late, or again:
     **{(kept, Event.ROWS_SEEN): kept for kept in Kept if kept is not Kept.UNSEEN},

@@ -1,4 +1,4 @@
-"""Where calls of the model are seen: two mechanisms behind one interface.
+"""Where calls of the model are seen: three mechanisms behind one interface.
 
 A `CallSource` tells a watcher when a forward pass begins, and of every call that uses a parameter.
 
@@ -12,6 +12,8 @@ linear layers are all the model is made of. A step of a perceptron of two layers
 hooks, 372 µs without them, and 162 µs without recording: small models are where it counts. Should
 the loop use a parameter in another way later on, its rows do not explain its gradient, which the
 probes notice.
+
+`CompiledCalls` (`captured.py`) sees no calls: it is for models that torch has compiled.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from dualform.layers import (
     packing_order,
     shared_labels,
 )
-from dualform.private import own_parameters
+from dualform.private import current_backward, own_parameters
 from dualform.recording.guard import FORWARD, Guard
 
 Own: TypeAlias = Mapping[str, nn.Parameter | None]
@@ -77,9 +79,16 @@ class _Depth(threading.local):
 class FunctionCalls:
     """Sees every torch function inside the model, by a function mode around its calls."""
 
-    def __init__(self, model: nn.Module, find: Finder, watcher: Watcher, guard: Guard) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        find: Finder,
+        watcher: Watcher,
+        guard: Guard,
+        mode: Watching | None = None,
+    ) -> None:
         self._model, self._find, self._watcher, self._guard = model, find, watcher, guard
-        self._mode = Watching(find, kinds(), watcher.see)
+        self._mode = mode or Watching(find, kinds(), watcher.see)
         self._depth = _Depth()
         self._around_model = () if is_scripted(model) else self._around(model, self._enter_model)
         self._around_parts = {
@@ -90,7 +99,9 @@ class FunctionCalls:
         self._notes = (*shared_labels(model, find), *packing_order(model, find))
         """Hooks that tell the finder what it must know."""
         self._called_alone: set[nn.Module] = set()
-        """Parts that the loop has called by themselves."""
+        """Parts that were called by themselves: by the loop, or by checkpointing."""
+        self.loop_calls_parts = False
+        """Whether the loop was one of them."""
         self._layer_calls = 0
         """How often modules that have parameters were called."""
 
@@ -143,6 +154,7 @@ class FunctionCalls:
         self._layer_calls += bool(own_parameters(module))
         if self._depth.value == 1:  # called by itself, not from within the model
             self._called_alone.add(module)
+            self.loop_calls_parts = self.loop_calls_parts or current_backward() < 0
             self._watcher.begin_pass(module, args, kwargs, inside=True)
 
     def _enter(self) -> None:

@@ -62,6 +62,8 @@ class StepObserver:
         self._copies, self._span = StepCopies(plan), SpanCopies(plan, self.excerpts)
         self._before = NO_EXCERPT
         """The parameters before the step under way."""
+        self.uncaptured: dict[str, str] = {}
+        """Books of which a compiled model leaves no records, and why."""
         self._memory: dict[str, Memory] = {}
         """What the last step left the optimizer to remember of the books kept by row."""
         self._regroup()
@@ -183,7 +185,8 @@ class StepObserver:
         """Books whose gradient has no rows that could explain it: by step from here on.
 
         So are those of a group that was added, or given options, that the rule does not describe,
-        and those of which the loop changed what the optimizer remembers.
+        those of which the loop changed what the optimizer remembers, and those of which a compiled
+        model leaves no records.
         """
         refused = self._rule.group_refusals(self._optimizer)
         lost: dict[str, tuple[Event, str]] = {}
@@ -202,6 +205,8 @@ class StepObserver:
                     lost[name] = (Event.GROUP_REFUSED, refused[id(p)])
                 elif _is_altered(self._memory.get(name), state.get(p)):
                     lost[name] = (Event.STATE_CHANGED, FORGOTTEN)
+                elif name in self.uncaptured:
+                    lost[name] = (Event.UNCAPTURED, self.uncaptured[name])
                 if name in lost:  # what rows did so far stays
                     self._copies.begin_at({name: p.detach().clone()})
         named = [name for name in self._plan.parameters if name in lost]

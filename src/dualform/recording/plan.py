@@ -22,7 +22,7 @@ from dualform.layers.derived import LARGEST
 from dualform.ledger import Book
 from dualform.ledger.tensors import CODES
 from dualform.optimizers import Rule, why_observed
-from dualform.private import is_compiled, may_have_compiled
+from dualform.private import before_compile, is_compiled, may_have_compiled, uses_cuda_graphs
 from dualform.recording.keep import ASKED, ROWS, STEPS, Keep, Policy, Summaries, read_keep
 
 
@@ -50,7 +50,6 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule, keep: Keep = R
 
     So are those of which no rows are to be kept.
     """
-    refuse_wrapped(model)
     parameters = dict(model.named_parameters())
     refuse_unready(parameters)
     refuse_unwritable(model, parameters)
@@ -144,13 +143,31 @@ def refuse_wrapped(model: nn.Module) -> None:
             "replicas. Record on one device and in one process (CUDA_VISIBLE_DEVICES=0, without "
             "torchrun or with `accelerate launch --num_processes 1`)."
         )
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            where = f"its module '{name}'" if name else "the model"
+    for name, module in before_compile(model).named_modules():
+        if name and is_compiled(module):
             raise RecordingError(
-                f"{where} is compiled, and a compiled module makes no calls that could be seen; "
-                "record and train the model without torch.compile."
+                f"its module '{name}' is compiled, and a compiled module makes no calls that could "
+                "be seen. Compile the whole model and record it with keep='summaries', or train "
+                "without torch.compile."
             )
+
+
+def refuse_to_capture(model: nn.Module, keep: Mapping[str, Policy]) -> None:
+    """Refuses a compiled model whose rows are asked for, or that writes over its results."""
+    others = {name: how for name, how in keep.items() if not isinstance(how, Summaries)}
+    for name, how in others.items():
+        if how != STEPS:
+            raise RecordingError(
+                f"the model is compiled, and a compiled model makes no calls that could be seen: "
+                f"there are no rows to keep for '{name}' with keep={how!r}. Use keep='summaries' "
+                "(see dualform.summaries), or train without torch.compile."
+            )
+    if uses_cuda_graphs(model):
+        raise RecordingError(
+            "the model is compiled with CUDA graphs, which write over the results of a step in the "
+            "next one. Compile it without them: mode='default', or "
+            "'max-autotune-no-cudagraphs' in place of 'reduce-overhead' or 'max-autotune'."
+        )
 
 
 def refuse_unready(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -27,10 +27,17 @@ from torch.optim import Optimizer
 from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.optimizers import rule_for
+from dualform.private import before_compile, is_compiled
 from dualform.recording.guard import AFTER, BEFORE, Guard, starting
 from dualform.recording.keep import ROWS, Keep
 from dualform.recording.other_optimizers import OtherOptimizers
-from dualform.recording.plan import make_plan, torch_optimizer, uncompiled
+from dualform.recording.plan import (
+    make_plan,
+    refuse_to_capture,
+    refuse_wrapped,
+    torch_optimizer,
+    uncompiled,
+)
 from dualform.recording.sample_ids import SampleIds
 from dualform.recording.save_detector import SaveDetector
 from dualform.recording.start import resume_run, start_run
@@ -111,10 +118,14 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         asked = self._options
-        model, optimizer = asked.model, asked.optimizer
+        optimizer, model = asked.optimizer, before_compile(asked.model)
         with starting(self.path):
+            refuse_wrapped(asked.model)
+            compiled = asked.model if is_compiled(asked.model) else None
             rule = rule_for(optimizer)
             plan = make_plan(model, optimizer, rule, asked.keep)
+            if compiled is not None:
+                refuse_to_capture(compiled, plan.keep)
             if asked.resume:
                 opened = resume_run(self.path, model, optimizer, plan, rule)
             else:
@@ -124,7 +135,7 @@ class Recorder:
                 if asked.describe is not None:
                     asked.describe(self.path)
                 self._sample_ids.read(self.path)
-                given = (self._guard, self._sample_ids, asked.buffer_bytes)
+                given = (self._guard, self._sample_ids, asked.buffer_bytes, compiled)
                 stages = make_stages(opened, model, optimizer, plan, rule, *given)
                 self._steps = StepRecorder(stages, optimizer, opened.writer.committed, opened.notes)
                 self._hooks = self._hook(self._steps, plan.parameters)
@@ -135,10 +146,11 @@ class Recorder:
 
     def _hook(self, steps: StepRecorder, parameters: dict[str, nn.Parameter]) -> ExitStack:
         """Hooks on everything that a step passes, until what it returns is closed."""
-        model, optimizer = self._options.model, self._options.optimizer
+        model, optimizer = before_compile(self._options.model), self._options.optimizer
         with ExitStack() as hooks:
             hooks.callback(steps.stages.watch.close)
-            hooks.enter_context(uncompiled())
+            as_written = hooks.enter_context(uncompiled())
+            steps.stages.watch.when_captured = as_written.close
             hooks.callback(SaveDetector(model, optimizer, self.checkpoint).close)
             shared = partial(self._other_stepped, steps)
             hooks.callback(OtherOptimizers(optimizer, parameters, shared).close)

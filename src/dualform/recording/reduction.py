@@ -95,10 +95,28 @@ class Reducer:
             found.append(part)
         return found
 
+    def awaits_bases(self) -> bool:
+        """Whether a weight or a table has no bases yet."""
+        return any(book not in self.bases.found for book in self.large)
+
+    @property
+    def large(self) -> list[str]:
+        """The weights and tables that need bases."""
+        return [
+            book
+            for book, term in self.site.terms.items()
+            if form_named(term.form).has_width and not self._is_small(book, term)
+        ]
+
+    def _is_small(self, book: str, term: Term) -> bool:
+        """Whether a weight is kept whole."""
+        height, width = matrix_shape(self.shapes[book], term.view, term.groups)
+        return height * width <= self.policy.size or term.groups > 1
+
     def _bases(self, book: str, term: Term, wide: _Wide) -> Bases | None:
         """The bases of a weight, or of a table, whose height is kept whole."""
         height, width = matrix_shape(self.shapes[book], term.view, term.groups)
-        if height * width <= self.policy.size or term.groups > 1:
+        if self._is_small(book, term):
             return Bases(None, None)
         known = self.bases.found.get(book)
         if known is None and not form_named(term.form).has_sides:
@@ -243,14 +261,14 @@ class _Wide:
 
     @cached_property
     def _totals(self) -> tuple[Tensor, Tensor | None]:
-        e, x = self._by_sample(self.errors), self._by_sample(self._keys)
+        e, x = self._values, self._keys
         plain = self._scaled and not self._stream.layout and x.shape == e.shape
-        lies = e.is_cuda and e.is_contiguous() and x.is_contiguous() and e.shape[2] <= WIDEST
+        lies = e.is_cuda and e.is_contiguous() and x.is_contiguous() and e.shape[1] <= WIDEST
         if not (plain and lies and TRITON):
             return self._added(self.errors), None
         from dualform.recording.kernels_sums import sample_sums
 
-        return sample_sums(e, x)
+        return sample_sums(self._by_sample(e), self._by_sample(x))
 
     def reach(self, scaled: bool) -> Tensor:
         """(height,): the sizes of all terms, added up."""

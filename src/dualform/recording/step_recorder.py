@@ -65,15 +65,16 @@ def make_stages(
     guard: Guard,
     sample_ids: SampleIds,
     buffer_bytes: int,
+    compiled: nn.Module | None = None,
 ) -> Stages:
-    """All stages of a recording that begins."""
+    """All stages of a recording that begins; `compiled` is what the loop calls, if it is."""
     states, bases = BookStates(plan.parameters), BookBases()
     observer = StepObserver(model, plan, rule, optimizer, states, bases)
     observer.keep_by_step(Event.RESUMED, opened.by_step)
     notices = Notices(plan, type(optimizer).__name__, observer.trained, harmless=(NOISY, ASKED))
     booked = plan.parameters if rule.fields else {}
     first = opened.writer.committed + 1
-    watch = Watch(model, booked, states, first, opened.streams, guard, plan.keep, bases)
+    watch = Watch(model, booked, states, first, opened.streams, guard, plan.keep, bases, compiled)
     numbers, reconciler = SampleNumbers(opened.samples), Reconciler(plan, rule, optimizer)
     bookkeeper = Bookkeeper(plan, numbers, reconciler, observer.excerpts.take())
     pool = watch.rows.streams.pool
@@ -122,6 +123,7 @@ class StepRecorder:
         """
         if self._may_nest and is_nested(optimizer):
             return False
+        self.stages.watch.collect()
         if due := self.stages.schedule.due:  # held back until what came after the step is known
             self._book_late_changes()
             self.hand_over(*due)
@@ -133,6 +135,7 @@ class StepRecorder:
 
     def observe(self) -> None:
         """Looks at the gradients the optimizer is about to use."""
+        self.stages.watch.collect()
         rows, observer, check = self.stages.watch.rows, self.stages.observer, self.stages.check
         streams = rows.streams.all
         if len(streams) > self._streams:
@@ -165,12 +168,22 @@ class StepRecorder:
         stages.schedule.after_step(size, stages.snapshots.is_due(step.states))
         if stages.bases.begin_step() and not stages.schedule.due:
             stages.schedule.due = (False, "")  # what is probed otherwise is handed over apart
+        if stages.watch.is_learning:
+            self._capture()
         if stages.schedule.due and not stages.observer.states.shared:
             self.hand_over(*stages.schedule.due)
         if step.notes:
             stages.notices.lost(step.notes)
         if stages.spot_checks.problem:
             stages.notices.remark(stages.spot_checks.take_problem())
+
+    def _capture(self) -> None:
+        """Lets a compiled model run compiled, where enough is known of it."""
+        watch = self.stages.watch
+        self.stages.observer.uncaptured |= watch.capture()
+        for text in watch.remarks:
+            self.stages.notices.remark(text)
+        watch.remarks = []
 
     def share(self, other: Optimizer, before: dict[str, Tensor]) -> None:
         """Another optimizer has changed parameters, which were so `before` it."""
@@ -185,6 +198,7 @@ class StepRecorder:
         (step, then), now = self._marked, self.stages.observer.excerpts.take()
         if step == self.step and not differing([then], [now]):
             return  # saving has marked it already
+        self.stages.watch.collect()
         self._book_late_changes()
         self.hand_over(flush=True, mark="checkpoint")
         self.stages.delivery.wait()

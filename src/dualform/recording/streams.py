@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,12 @@ from dualform.ledger import Declaration, Stream, Term
 from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases
-from dualform.owners import UNCLEAR, Batch, Owners, Sighting
+from dualform.owners import UNCLEAR, Batch, BatchSamples, Owners, Sighting
 from dualform.private import will_execute
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
 from dualform.recording.keep import Policy
-from dualform.recording.pages import Page, PagePool, PageWriter
+from dualform.recording.pages import Order, Page, PagePool, PageWriter
 from dualform.recording.reduction import Reduced, Reducer, reducer_for
 
 
@@ -50,6 +50,19 @@ class OpenStream:
         return Declaration(self.stream, dict(self.terms))
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRecords:
+    """What was last kept of a stream's rows, without the records themselves."""
+
+    parts: tuple[Reduced, ...]
+    """One for each book, with keys and values of no records; none where rows were kept whole."""
+    each: int
+    """How many records of rows a sample had."""
+    dtype: torch.dtype
+    settled: bool
+    """Whether rows to come are kept in the same way."""
+
+
 class StreamWriter:
     """Where the rows of one stream are written."""
 
@@ -58,6 +71,8 @@ class StreamWriter:
         self.pages = PageWriter(pool)
         self.reducer: Reducer | None = None
         """What makes summaries of its rows, where no rows are kept."""
+        self.kept: KeptRecords | None = None
+        """What was last kept of its rows, if somebody learns of it."""
         self.arranged: tuple[Any, int] = (None, 0)
         """The shape of keys and batch last seen, and how many neighbors then shared a sample."""
 
@@ -226,6 +241,8 @@ class RowWriter:
         """How much has been written since `take`."""
         self.unnamed: set[int] = set()
         """The batches without ids that left rows in this step."""
+        self.learns = False
+        """Whether streams remember what was kept of their rows."""
 
     def write(self, rows: Rows, batch: Batch, order: int, seen: Sighting | None) -> None:
         """Writes the rows of one call, where they are needed and their samples are known."""
@@ -273,22 +290,48 @@ class RowWriter:
     def _put(self, stream: StreamWriter, rows: Rows, batch: Batch, stretch: int) -> None:
         keys, values = rows.keys, rows.values
         assert values is not None
-        if (batch.whole or batch).ids is None:
-            self.unnamed.add(batch.number)
         if keys.dtype != values.dtype and keys.is_floating_point():
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
-        samples, order = batch.fixed or batch.fix(), (batch.size, stretch)
-        parts = None
+        order, parts = (batch.size, stretch), None
         if stream.reducer is not None:
             new = any(self._states.is_new(book) for book in stream.terms)
             parts = stream.reducer.reduce(keys, values, order, with_reach=new)
+        if self.learns:
+            waits = stream.reducer is not None and stream.reducer.awaits_bases()
+            stream.kept = _kept(rows.site, parts, keys, values, batch.size, not waits)
         if parts is None:
-            self.bytes += stream.pages.write(self.step, samples, keys, values, order, rows.shared)
-            return
+            self.write_rows(stream, keys, values, batch, order, rows.shared)
+        else:
+            self.write_records(stream, parts, batch, values.dtype)
+
+    def write_rows(
+        self,
+        stream: StreamWriter,
+        keys: Tensor,
+        values: Tensor,
+        batch: Batch,
+        order: Order,
+        shared: Tensor | None = None,
+    ) -> None:
+        """Writes rows as they are, in a known order."""
+        samples = self._samples(batch)
+        self.bytes += stream.pages.write(self.step, samples, keys, values, order, shared)
+
+    def write_records(
+        self, stream: StreamWriter, parts: Iterable[Reduced], batch: Batch, dtype: torch.dtype
+    ) -> None:
+        """Writes what is kept of the rows of a layer, which were of this type."""
+        samples = self._samples(batch)
         for part in parts:
-            pages = self.streams.of_summary(stream, part, values.dtype).pages
+            pages = self.streams.of_summary(stream, part, dtype).pages
             given = (part.keys, part.values, part.order)
             self.bytes += pages.write(self.step, samples, *given, reach=part.reach)
+
+    def _samples(self, batch: Batch) -> BatchSamples:
+        """Whose records are written."""
+        if (batch.whole or batch).ids is None:
+            self.unnamed.add(batch.number)
+        return batch.fixed or batch.fix()
 
     @property
     def is_midway(self) -> bool:
@@ -323,3 +366,26 @@ class RowWriter:
         """The optimizer has stepped; what comes belongs to the next step."""
         self.step += 1
         self.unnamed.clear()
+
+
+def _kept(
+    site: Site,
+    parts: Sequence[Reduced] | None,
+    keys: Tensor,
+    values: Tensor,
+    samples: int,
+    settled: bool,
+) -> KeptRecords:
+    """What was kept of the rows of a use, without the records."""
+    each = math.prod(keys.shape[: keys.ndim - site.key_dims]) // samples
+    found = [
+        part._replace(
+            keys=part.keys.new_empty(0, *part.keys.shape[part.keys.ndim - part.key_dims :]),
+            values=part.values.new_empty(
+                0, *part.values.shape[part.values.ndim - part.value_dims :]
+            ),
+            reach=None,
+        )
+        for part in parts or ()
+    ]
+    return KeptRecords(tuple(found), each, values.dtype, settled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from dualform.layers import (
     Hook,
     Seen,
     is_single,
+    kinds,
     tensors_in,
     usual_axis,
     when_errors_come,
@@ -28,8 +29,10 @@ from dualform.private import current_backward
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
 from dualform.recording.calls import CallSource, FunctionCalls
+from dualform.recording.captured import CompiledCalls, find_taps
 from dualform.recording.guard import BACKWARD, FORWARD, Guard
 from dualform.recording.keep import ROWS, Policy
+from dualform.recording.learning import WAITING, Learning, why_uncompiled
 from dualform.recording.sample_ids import SampleIds
 from dualform.recording.streams import RowWriter
 
@@ -60,6 +63,7 @@ class Watch:
         guard: Guard | None = None,
         keep: Mapping[str, Policy] | None = None,
         bases: BookBases | None = None,
+        compiled: nn.Module | None = None,
     ) -> None:
         self._guard, self._states = guard or Guard(strict=True), states
         self.owners = Owners(parameters, usual_axis(model))
@@ -68,8 +72,9 @@ class Watch:
         split = self._batches.part
         policies = dict.fromkeys(parameters, ROWS) if keep is None else keep
         summarized = BookBases() if bases is None else bases
-        given = (parameters, known, states, self.owners, split, step, policies, summarized)
-        self.rows = RowWriter(*given)
+        self.rows = RowWriter(
+            parameters, known, states, self.owners, split, step, policies, summarized
+        )
         self._on_graphs: list[tuple[int, RemovableHandle]] = []
         """Hooks on several outputs, by step: such a hook and its graph keep each other alive."""
         self._uses = 0
@@ -77,8 +82,21 @@ class Watch:
         self._thread = _Thread()
         self._find = Finder(parameters)
         self._find.guard = partial(self._guard.run, FORWARD)
-        self._source: CallSource = FunctionCalls(model, self._find, self, self._guard)
-        self._narrowed = False
+        self._compiled = compiled
+        """What the loop calls, where the model is compiled."""
+        self._learning = None if compiled is None else Learning(self._find, kinds(), self.see)
+        self.rows.learns = self._learning is not None
+        self._single = False
+        """Whether a batch was found to be a single sample without a dimension for it."""
+        given = (model, self._find, self, self._guard, self._learning)
+        self._source: CallSource = FunctionCalls(*given)
+        self._narrowed = compiled is not None
+        self._told = False
+        """Whether the user knows that the model is not compiled yet."""
+        self.remarks: list[str] = []
+        """What the user is to be told."""
+        self.when_captured: Callable[[], None] = lambda: None
+        """Called before a compiled model runs as it was compiled."""
 
     def samples(self, ids: Tensor | Sequence[SampleId], known: SampleIds) -> None:
         """Names the samples of the next forward pass."""
@@ -101,6 +119,46 @@ class Watch:
             self._narrowed, self._source = True, self._source.narrowed(self._uses)
 
     @property
+    def is_learning(self) -> bool:
+        """Whether a compiled model still runs as it was written."""
+        return self._learning is not None
+
+    def collect(self) -> None:
+        """Writes what backward passes of a compiled model have left."""
+        if isinstance(self._source, CompiledCalls):
+            self._source.collect(self.rows)
+
+    def capture(self) -> dict[str, str]:
+        """After a step, where a compiled model ran as it was written: lets it run compiled.
+
+        If enough is known for it. Gives the books whose records are lost by that, and why.
+        """
+        learning, source, model = self._learning, self._source, self._compiled
+        assert learning is not None
+        assert model is not None
+        assert isinstance(source, FunctionCalls)
+        reason = why_uncompiled(model, learning, source.loop_calls_parts, self._single)
+        if reason:
+            self.remarks.append(reason)
+            self._stop_learning()
+            return {}
+        streams, dropped = self.rows.streams.all, self._states.by_step
+        found = find_taps(learning, streams, self.owners, dropped)
+        if found is None:
+            if not self._told:
+                self.remarks.append(WAITING)
+            self._told = True
+            return {}
+        source.close()
+        self._stop_learning()
+        self.when_captured()
+        self._source = CompiledCalls(model, found.sites, self, self._guard)
+        return found.lost
+
+    def _stop_learning(self) -> None:
+        self._learning, self.rows.learns = None, False
+
+    @property
     def is_inside(self) -> bool:
         """Whether this thread is inside a call of the model, whose hooks stay until it ends."""
         return self._source.is_inside
@@ -116,12 +174,18 @@ class Watch:
         try:
             if torch.is_grad_enabled():
                 given = tensors_in((args, kwargs))
+                if self._learning is not None and not inside and current_backward() < 0:
+                    self._learning.begin_pass()
                 begin = self._batches.begin_inside if inside else self._batches.begin
                 batch = begin(given)
                 if batch is not None and self._thread.trial is None:
                     self._begin_trial(module, batch, given)
         except Exception as error:
             self._guard.caught(FORWARD, error)
+
+    def begin_captured(self, args: Any, kwargs: Any) -> Batch | None:
+        """A forward pass of a compiled model begins: its batch."""
+        return self._batches.begin(tensors_in((args, kwargs)))
 
     def _begin_trial(self, module: nn.Module, batch: Batch, given: Sequence[Tensor]) -> None:
         """Makes the pass an experiment where one is due, to the end of this call."""
@@ -153,6 +217,7 @@ class Watch:
                 first = batch.begun and not batch.calls
                 if first and batch.ids is None and is_single(use):
                     batch.size = 1  # what was taken for a batch is a single sample
+                    self._single = True
                 batch.calls += 1
             single = batch is not None and batch.size == 1  # as its first layer may have shown
             seen = None if trial is None or single else trial.observe(use)
