@@ -238,7 +238,7 @@ def finite_steps(
     signals = [(book, every, probe.isfinite().all(1)) for book, probe in probes.items()]
     for book in dict.fromkeys(name for step in steps for name in step.changes):
         changed = [step for step in steps if book in step.changes]
-        sums = torch.stack([step.changes[book].sum() for step in changed])
+        sums = torch.stack([step.changes[book] for step in changed]).flatten(1).sum(1)
         signals.append((book, [step.number for step in changed], sums.isfinite()))
     error = None
     for book, numbers, finite in signals:

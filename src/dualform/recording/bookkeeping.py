@@ -322,7 +322,7 @@ def _step_arrays(steps: Sequence[RecordedStep], factors: Tensor) -> Arrays:
     }
     for book in dict.fromkeys(name for step in steps for name in step.changes):
         found = [(step.number, step.changes[book]) for step in steps if book in step.changes]
-        arrays[f"{book}/changes"] = [to_host(change[None]) for _, change in found]
+        arrays[f"{book}/changes"] = [to_host(torch.stack([change for _, change in found]))]
         arrays[f"{book}/change_steps"] = [torch.tensor([number for number, _ in found])]
     for step in steps:
         for book, divisor in step.divisors.items():

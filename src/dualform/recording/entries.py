@@ -82,7 +82,7 @@ class Entries:
         self.arrays.setdefault(f"{name}/segments", []).append(segments)
         if rows.shared is not None:
             self.arrays.setdefault(f"{name}/shared", []).append(rows.shared)
-        if not codec.leaves_residual or feed.stream.bases:  # which leave more than rounding
+        if not codec.leaves_residual or any(feed.stream.bases):  # which leave more than rounding
             return
         decoded, steps = codec.decode(encoded, 0, len(records.keys)), rows.at.to(rows.keys.device)
         for at in sorted(set(rows.at.tolist())):
