@@ -28,7 +28,7 @@ from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.optimizers import rule_for
 from dualform.recording.guard import AFTER, BEFORE, Guard, starting
-from dualform.recording.keep import ROWS, Keep
+from dualform.recording.keep import AUTO, Keep
 from dualform.recording.other_optimizers import OtherOptimizers
 from dualform.recording.plan import make_plan, torch_optimizer, uncompiled
 from dualform.recording.sample_ids import SampleIds
@@ -51,6 +51,7 @@ class Options:
     overwrite: bool
     buffer_bytes: int
     keep: Keep
+    layers: str | Sequence[str] | None
 
 
 class Recorder:
@@ -84,10 +85,11 @@ class Recorder:
         overwrite: bool = False,
         buffer_bytes: int = 128 << 20,
         strict: bool = False,
-        keep: Keep = ROWS,
+        keep: Keep = AUTO,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         self.path = path
-        given = (describe, resume, overwrite, buffer_bytes, keep)
+        given = (describe, resume, overwrite, buffer_bytes, keep, layers)
         self._options = Options(model, torch_optimizer(optimizer), *given)
         self._guard, self._sample_ids = Guard(strict), SampleIds()
         self._steps: StepRecorder | None = None
@@ -114,7 +116,7 @@ class Recorder:
         model, optimizer = asked.model, asked.optimizer
         with starting(self.path):
             rule = rule_for(optimizer)
-            plan = make_plan(model, optimizer, rule, asked.keep)
+            plan = make_plan(model, optimizer, rule, asked.keep, asked.layers)
             if asked.resume:
                 opened = resume_run(self.path, model, optimizer, plan, rule)
             else:

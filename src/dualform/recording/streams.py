@@ -19,9 +19,10 @@ from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases
 from dualform.owners import UNCLEAR, Batch, Owners, Sighting
 from dualform.private import will_execute
+from dualform.recording.automatic import Automatic, Tally
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
-from dualform.recording.keep import Policy
+from dualform.recording.keep import ROWS
 from dualform.recording.pages import Page, PagePool, PageWriter
 from dualform.recording.reduction import Reduced, Reducer, reducer_for
 
@@ -69,7 +70,7 @@ class Streams:
         self,
         parameters: Mapping[str, nn.Parameter],
         known: Iterable[Declaration],
-        keep: Mapping[str, Policy],
+        keep: Automatic,
         bases: BookBases,
     ) -> None:
         self._parameters, self._keep, self._bases = parameters, keep, bases
@@ -115,10 +116,12 @@ class Streams:
                 return writer
         stream = self._named(site, stream)
         self._taken.add(stream.name)
-        opened = OpenStream(site, stream, dict(site.terms), order)
+        keep = self._keep.policies(site.terms)
+        numbers = self._keep.numbers(keep)
+        opened = OpenStream(site, stream, dict(site.terms), order, numbers=numbers)
         self.all.append(StreamWriter(opened, self.pool))
         shapes = {book: tuple(self._parameters[book].shape) for book in site.terms}
-        self.all[-1].reducer = reducer_for(site, stream, self._keep, shapes, self._bases)
+        self.all[-1].reducer = reducer_for(site, stream, keep, shapes, self._bases)
         return self.all[-1]
 
     def of_summary(self, layer: StreamWriter, part: Reduced, dtype: torch.dtype) -> StreamWriter:
@@ -214,7 +217,7 @@ class RowWriter:
         owners: Owners,
         split: Callable[[Batch, Tensor], Batch],
         step: int,
-        keep: Mapping[str, Policy],
+        keep: Automatic,
         bases: BookBases,
     ) -> None:
         self.streams = Streams(parameters, known, keep, bases)
@@ -226,6 +229,8 @@ class RowWriter:
         """How much has been written since `take`."""
         self.unnamed: set[int] = set()
         """The batches without ids that left rows in this step."""
+        self.tally: Tally | None = None
+        """Counts what rows take, where somebody wants to know it."""
 
     def write(self, rows: Rows, batch: Batch, order: int, seen: Sighting | None) -> None:
         """Writes the rows of one call, where they are needed and their samples are known."""
@@ -282,13 +287,20 @@ class RowWriter:
         if stream.reducer is not None:
             new = any(self._states.is_new(book) for book in stream.terms)
             parts = stream.reducer.reduce(keys, values, order, with_reach=new)
+        if self.tally is not None:
+            self.tally.see(stream.opened.stream, keys, values)
         if parts is None:
+            if self.tally is not None:
+                self.tally.store(ROWS, stream.opened.stream, keys, values)
             self.bytes += stream.pages.write(self.step, samples, keys, values, order, rows.shared)
             return
         for part in parts:
-            pages = self.streams.of_summary(stream, part, values.dtype).pages
+            summary = self.streams.of_summary(stream, part, values.dtype)
+            if self.tally is not None:
+                kept = summary.opened.stream
+                self.tally.store(part.numbers, kept, part.keys, part.values)
             given = (part.keys, part.values, part.order)
-            self.bytes += pages.write(self.step, samples, *given, reach=part.reach)
+            self.bytes += summary.pages.write(self.step, samples, *given, reach=part.reach)
 
     @property
     def is_midway(self) -> bool:
