@@ -18,7 +18,7 @@ CHEAP = 64 << 20
 
 
 @dataclass
-class Tally:
+class RowCounts:
     """What rows take: as each codec would store them, and what is stored of them."""
 
     rows: int = 0
@@ -34,10 +34,10 @@ class Tally:
         """Counts the rows of one use of a layer.
 
         >>> import torch
-        >>> tally = Tally()
+        >>> tally = RowCounts()
         >>> tally.see(Stream("fc", (3,), (2,)), torch.zeros(10, 3), torch.zeros(10, 2))
-        >>> tally.rows, tally.bytes
-        (10, {'rows': 200, 'half': 100, 'int8': 130})
+        >>> tally.rows, tally.bytes["rows"], tally.bytes["int8"]
+        (10, 200, 130)
         """
         for codec in CODECS.values():
             taken = _stored(codec.policy, stream, keys, values)
@@ -88,7 +88,7 @@ class Automatic:
         """How rows are stored of which no summaries can be made; empty where books say it."""
         return "" if self.summarized.isdisjoint(policies) else codec_for(policies.values()).policy
 
-    def told(self, tally: Tally) -> str:
+    def told(self, tally: RowCounts) -> str:
         """What the user is told of the decision, after a step that took so much."""
         before, after = (size_of(count) for count in (tally.bytes[ROWS], tally.stored_bytes))
         return (

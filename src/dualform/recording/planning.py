@@ -144,8 +144,8 @@ def plan(
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 9))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> found = dualform.plan(model, torch.randn(128, 64), optimizer=optimizer, steps=500)
-    >>> list(found.policies)
-    ['rows', 'half', 'int8', 'summaries', 'steps']
+    >>> found.policies["steps"].rows, found.policies["int8"].rows
+    (0, 256)
     >>> found.recommended, found.reason
     ('rows', 'all rows of a step take ... kB, which is little: everything can be asked of the run.')
 

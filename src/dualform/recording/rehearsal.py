@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from dualform.errors import DualformWarning, RecordingError
 from dualform.ledger import Ledger
 from dualform.ledger.sessions import Shard
-from dualform.recording.automatic import Tally
+from dualform.recording.automatic import RowCounts
 from dualform.recording.keep import Keep
 from dualform.recording.observer import is_due, times_due
 from dualform.recording.recorder import Recorder
@@ -88,7 +88,7 @@ class Rehearsed:
     """How many bytes of rows and changes a step holds in memory until they are written."""
     handover: int
     """How many of them come together until they are handed over."""
-    tally: Tally
+    tally: RowCounts
     """Of one step."""
 
 
@@ -138,7 +138,7 @@ class Rehearsal:
             step()
             recorder.checkpoint()
         first, before = steps.step + 1, stages.schedule.total
-        tally = stages.watch.rows.tally = Tally()
+        tally = stages.watch.rows.tally = RowCounts()
         seconds, count = self._timed(step, steps)
         late = {book: math.ceil(bases.wanted[book] / seen) for book, seen in rows_seen.items()}
         return _Taken(
@@ -266,7 +266,7 @@ class _Taken:
     seconds: float
     held: float
     handover: int
-    tally: Tally
+    tally: RowCounts
     late: Mapping[str, int]
     """After how many steps the bases will be known, of books that must wait for them."""
     kept_weights: int
@@ -360,7 +360,7 @@ def _divisors(ledger: Ledger, late: Mapping[str, int]) -> tuple[tuple[int, int],
     return tuple((late.get(book, 0), size) for book, size in found.items())
 
 
-def _of_one_step(tally: Tally, steps: int) -> Tally:
+def _of_one_step(tally: RowCounts, steps: int) -> RowCounts:
     each = {policy: taken // steps for policy, taken in tally.bytes.items()}
     stored = (tally.stored_rows // steps, tally.stored_bytes // steps)
-    return Tally(tally.rows // steps, each, *stored)
+    return RowCounts(tally.rows // steps, each, *stored)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.optimizers import Rule
-from dualform.recording.automatic import Tally
+from dualform.recording.automatic import RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates, Event, Note
 from dualform.recording.bookkeeping import NOISY, Bookkeeper, SampleNumbers
@@ -179,9 +179,9 @@ class StepRecorder:
     def _tell_of_summaries(self) -> None:
         """Says once what keep="auto" summarizes: after the first step that it could do so in."""
         rows, automatic = self.stages.watch.rows, self.stages.watch.automatic
-        tally = rows.tally or Tally()
+        tally = rows.tally or RowCounts()
         if automatic.summarized and tally.stored_bytes >= tally.bytes.get(ROWS, 0):
-            rows.tally = Tally()  # the bases are not known yet
+            rows.tally = RowCounts()  # the bases are not known yet
             return
         if automatic.summarized:
             self.stages.notices.remark(automatic.told(tally))

@@ -19,7 +19,7 @@ from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases
 from dualform.owners import UNCLEAR, Batch, Owners, Sighting
 from dualform.private import will_execute
-from dualform.recording.automatic import Automatic, Tally
+from dualform.recording.automatic import Automatic, RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
 from dualform.recording.keep import ROWS
@@ -229,7 +229,7 @@ class RowWriter:
         """How much has been written since `take`."""
         self.unnamed: set[int] = set()
         """The batches without ids that left rows in this step."""
-        self.tally: Tally | None = None
+        self.tally: RowCounts | None = None
         """Counts what rows take, where somebody wants to know it."""
 
     def write(self, rows: Rows, batch: Batch, order: int, seen: Sighting | None) -> None:

@@ -25,7 +25,7 @@ from dualform.ledger import Declaration
 from dualform.ledger.samples import SampleId, check_ids, listed
 from dualform.owners import Batch, Owners, Sighting, Trial
 from dualform.private import current_backward
-from dualform.recording.automatic import Automatic, Tally
+from dualform.recording.automatic import Automatic, RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
 from dualform.recording.calls import CallSource, FunctionCalls
@@ -72,7 +72,7 @@ class Watch:
         summarized = BookBases() if bases is None else bases
         given = (parameters, known, states, self.owners, split, step, self.automatic, summarized)
         self.rows = RowWriter(*given)
-        self.rows.tally = Tally() if self.automatic.is_open else None
+        self.rows.tally = RowCounts() if self.automatic.is_open else None
         self._on_graphs: list[tuple[int, RemovableHandle]] = []
         """Hooks on several outputs, by step: such a hook and its graph keep each other alive."""
         self._uses = 0
