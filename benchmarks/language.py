@@ -85,7 +85,7 @@ def write(model: nn.Module, prompt: bytes, length: int) -> Tensor:
     torch.manual_seed(1)
     with torch.no_grad():
         for _ in range(length):
-            odds = torch.softmax(model(x, use_cache=False).logits[:, -1].float() / 0.7, -1)
+            odds = torch.softmax(model(x, use_cache=False).logits[:, -1, :256].float() / 0.7, -1)
             x = torch.cat([x, torch.multinomial(odds, 1)], 1)
     return x
 
@@ -124,8 +124,9 @@ def main() -> None:
     began = sync()
     audit = run.audit()
     shares = sorted((b.attributed, b.name) for b in audit.books if b.residual)
+    mean = sum(share for share, _ in shares) / len(shares)
     print(f"audit: {sync() - began:.1f} s, remainder {audit.remainder:.1e}, attributed "
-          f"{shares[0]} to {shares[-1]}, mean {sum(s for s, _ in shares) / len(shares):.2f}")  # fmt: skip
+          f"{shares[0]} to {shares[-1]}, mean {mean:.2f}")  # fmt: skip
     shutil.rmtree(path.parent)
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from dualform.read import open_run as open
     from dualform.recording import Recorder, describe, record, summaries
+    from dualform.recording.planning import RunPlan, plan
 
 __version__ = "0.1.0"
 
@@ -47,11 +48,13 @@ __all__ = [
     "Recorder",
     "Removal",
     "Run",
+    "RunPlan",
     "Scores",
     "Spotlight",
     "Timeline",
     "describe",
     "open",
+    "plan",
     "record",
     "summaries",
     "view",
@@ -67,6 +70,7 @@ HOMES = {
         *("Run", "Scores", "Spotlight", "Timeline"),
     ),
     "recording": ("Recorder", "describe", "record", "summaries"),
+    "recording.planning": ("RunPlan", "plan"),
 }
 """In which part each name is at home."""
 

@@ -25,7 +25,7 @@ Each is also the builtin named in parentheses, so `except OSError` keeps working
 
     DualformWarning (UserWarning)
     ├── CoverageWarning              some parameters are recorded by step, not by sample
-    └── RecordingWarning             the loop does something that its author may not intend
+    └── RecordingWarning             something that the author of the loop may not intend
 
 >>> from dualform.errors import DualformError, LedgerError
 >>> issubclass(LedgerError, DualformError), issubclass(LedgerError, OSError)
@@ -113,7 +113,7 @@ class CoverageWarning(DualformWarning):
 
 
 class RecordingWarning(DualformWarning):
-    """The training loop does something that its author may not intend."""
+    """The training loop, or its recording, does something that its author may not intend."""
 
 
 class RecorderFailedError(RecordingError):

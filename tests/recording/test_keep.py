@@ -66,13 +66,16 @@ def test_rows_that_are_shared_are_kept_as_exactly_as_anybody_asks(tmp_path: Path
 @pytest.mark.parametrize(
     ("keep", "problem"),
     [
-        ("zip", "keep='zip' is unknown; there are 'rows', 'half', 'int8', 'summaries', 'steps'"),
+        (
+            "zip",
+            "keep='zip' is unknown; there are 'auto', 'rows', 'half', 'int8', 'summaries', 'steps'",
+        ),
         (
             {"0": "zip"},
-            "keep='zip' is unknown; there are 'rows', 'half', 'int8', 'summaries', 'steps'",
+            "keep='zip' is unknown; there are 'auto', 'rows', 'half', 'int8', 'summaries', 'steps'",
         ),
         ({"head": "half"}, r"pattern 'head', and no parameter or module .* '0.weight', '0.bias'"),
-        (8, "keep=8 is no policy; give one of 'rows', .* or a dict of patterns"),
+        (8, "keep=8 is no policy; give one of 'auto', .* or a dict of patterns"),
     ],
 )
 def test_what_cannot_be_kept_so_is_refused_before_training(

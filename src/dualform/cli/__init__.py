@@ -9,6 +9,7 @@ import click
 from dualform.cli.evaluations import evaluate
 from dualform.cli.explorer import demo, report, view
 from dualform.cli.network import explain, influence
+from dualform.cli.planning import plan
 from dualform.cli.runs import audit, info, top
 from dualform.cli.studies import study
 from dualform.errors import DualformError
@@ -21,7 +22,7 @@ def cli(debug: bool) -> None:
     """Every prediction, traced to the training that made it."""
 
 
-for verb in (demo, info, audit, top, view, report, explain, influence, evaluate, study):
+for verb in (plan, demo, info, audit, top, view, report, explain, influence, evaluate, study):
     cli.add_command(verb)
 
 

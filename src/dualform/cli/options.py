@@ -37,7 +37,12 @@ INPUT = "What --model is called with: .npy, or .npz with an array called x."
 def model_and_input(run: Run, model: str, inputs: Path) -> tuple[nn.Module, torch.Tensor]:
     """The model with the run's weights, and what it is called with."""
     built = _trained(run, model)
-    return built, _tensor(_arrays(inputs), built)
+    return built, read_input(inputs, built)
+
+
+def read_input(inputs: Path, model: nn.Module) -> torch.Tensor:
+    """What a model is called with, from a file."""
+    return _tensor(_arrays(inputs), model)
 
 
 def make_exhibit(run: Run, model: str | None, inputs: Path | None, encode: str | None) -> Exhibit:

@@ -69,6 +69,10 @@ class BookBases:
 
     found: dict[str, Bases] = field(default_factory=dict)
     """Those that are in use, by book."""
+    impatient: bool = False
+    """Whether the rows seen so far make the bases, however few: to see soon what these save."""
+    wanted: dict[str, int] = field(default_factory=dict)
+    """How many rows make the bases of a book that had to wait for them."""
     _ready: dict[str, Bases] = field(default_factory=dict)
     """Those that are used from the next step on."""
     _rows: dict[str, list[tuple[Tensor | None, Tensor]]] = field(default_factory=dict)
@@ -88,7 +92,8 @@ class BookBases:
         seen = self._rows.setdefault(book, [])
         seen.append((None if height is None else height.clone(), width.clone()))
         wanted = ROWS_A_DIRECTION * max(policy.outputs, policy.inputs)
-        if sum(len(rows) for _, rows in seen) < wanted:
+        if sum(len(rows) for _, rows in seen) < wanted and not self.impatient:
+            self.wanted[book] = wanted
             return None
         first, rows = len(seen) == 1, self._rows.pop(book)
         tall = [E for E, _ in rows if E is not None]
@@ -96,6 +101,10 @@ class BookBases:
         V = leading_directions(torch.cat([X for _, X in rows]), policy.inputs)
         (self.found if first else self._ready)[book] = Bases(U, V)
         return self.found.get(book)
+
+    def waiting(self) -> dict[str, int]:
+        """The books whose bases are not known, and how many of their rows were seen."""
+        return {book: sum(len(X) for _, X in seen) for book, seen in self._rows.items()}
 
     def begin_step(self) -> bool:
         """A new step begins: bases that are ready are used; whether there are any."""

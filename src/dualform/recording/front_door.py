@@ -16,7 +16,7 @@ from dualform.ledger.format import read_info
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.recording.dataset import Decode, describe_dataset
 from dualform.recording.guard import writing
-from dualform.recording.keep import ROWS, Keep
+from dualform.recording.keep import AUTO, Keep
 from dualform.recording.recorder import Recorder
 
 
@@ -31,7 +31,8 @@ def record(
     overwrite: bool = False,
     buffer_bytes: int = 128 << 20,
     strict: bool = False,
-    keep: Keep = ROWS,
+    keep: Keep = AUTO,
+    layers: str | Sequence[str] | None = None,
 ) -> Recorder:
     """Records the training loop inside the `with` statement as a ledger at `path`.
 
@@ -58,12 +59,16 @@ def record(
         strict: raise where recording fails (a full disk, a gradient that is not finite, a defect of
             ours). Otherwise such a failure ends the recording with one warning: what is committed
             stays readable, and the training goes on as if nothing had happened.
-        keep: how much of each row is stored: "rows" (all of it), "half" (numbers of 16 bits),
+        keep: how much of each row is stored: "auto" ("rows" while those of a forward pass take at
+            most 64 MB, else "summaries"), "rows" (all of it), "half" (numbers of 16 bits),
             "int8" (numbers of 8 bits, with a scale a row), "summaries" (one small matrix a sample
             and layer, see `dualform.summaries`) or "steps" (no rows: the change that each step
             made). A dict gives policies by the names of parameters or modules, the first that
             matches: `keep={"head": "steps", "*.bias": "rows", "*": "int8"}`. The books stay exact:
-            what entries miss of a parameter is measured, as its residual.
+            what entries miss of a parameter is measured, as its residual. `dualform.plan` tells
+            what each policy takes.
+        layers: the layers that are recorded, by the same patterns: `layers=["head", "*.mlp"]`. All
+            other parameters are kept as with keep="steps", which takes their size a step.
     """
     return Recorder(
         model,
@@ -77,6 +82,7 @@ def record(
         buffer_bytes=buffer_bytes,
         strict=strict,
         keep=keep,
+        layers=layers,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -11,7 +12,7 @@ from dualform.errors import RecordingError
 from dualform.ledger import Codec
 from dualform.ledger.codecs import CODECS
 
-ROWS, STEPS, SUMMARIES, SUMS = "rows", "steps", "summaries", "sums"
+AUTO, ROWS, STEPS, SUMMARIES, SUMS = "auto", "rows", "steps", "summaries", "sums"
 ASKED = "keep='steps' was asked for"
 NOT_RECORDED = "layers= leaves it out"
 
@@ -76,19 +77,19 @@ def summaries(
 
 
 def policies() -> list[str]:
-    """What can be asked for: the policy of each codec, "summaries" and "steps".
+    """What can be asked for: "auto", the policy of each codec, "summaries" and "steps".
 
     >>> policies()
-    ['rows', 'half', 'int8', 'summaries', 'steps']
+    ['auto', 'rows', 'half', 'int8', 'summaries', 'steps']
     """
-    return [*(codec.policy for codec in CODECS.values()), SUMMARIES, STEPS]
+    return [AUTO, *(codec.policy for codec in CODECS.values()), SUMMARIES, STEPS]
 
 
 def read_keep(keep: Keep, parameters: Iterable[str]) -> dict[str, Policy]:
     """The policy of each parameter.
 
     The first pattern that matches a parameter, or a module that it is part of, says its policy.
-    Parameters that no pattern matches have the policy "rows".
+    Parameters that no pattern matches have the policy "auto".
 
     >>> names = ["body.0.weight", "body.0.bias", "head.weight"]
     >>> read_keep({"head": "steps", "*.bias": "rows", "*": "int8"}, names)
@@ -111,9 +112,62 @@ def read_keep(keep: Keep, parameters: Iterable[str]) -> dict[str, Policy]:
                 f"called so; its parameters are {listed(names)}."
             )
     return {
-        name: next((_named(given[pattern]) for pattern in given if matches(name, pattern)), ROWS)
+        name: next((_named(given[pattern]) for pattern in given if matches(name, pattern)), AUTO)
         for name in names
     }
+
+
+def read_layers(layers: str | Sequence[str] | None, parameters: Iterable[str]) -> set[str]:
+    """The parameters that are recorded: all, or those that one of the patterns matches.
+
+    >>> sorted(read_layers(["head", "*.bias"], ["body.weight", "body.bias", "head.weight"]))
+    ['body.bias', 'head.weight']
+    """
+    names = list(parameters)
+    if layers is None:
+        return set(names)
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not any(matches(name, pattern) for name in names):
+            raise RecordingError(
+                f"layers has the pattern {pattern!r}, and no parameter or module of the model is "
+                f"called so; its parameters are {listed(names)}."
+            )
+    if not patterns:
+        raise RecordingError(
+            "layers=[] records nothing; name the layers to record, such as ['head'], or leave it "
+            "out to record all of them."
+        )
+    return {name for name in names if any(matches(name, pattern) for pattern in patterns)}
+
+
+def why_by_step(policy: Policy, is_recorded: bool) -> str:
+    """The reason to keep a parameter by step from the start; empty where there is none."""
+    if not is_recorded:
+        return NOT_RECORDED
+    return ASKED if policy == STEPS else ""
+
+
+def refuse_needless(keep: Keep, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses summaries of a given size where no weight is larger: nothing would be summarized.
+
+    Where some weights are larger, the others are kept whole.
+    """
+    given = keep if isinstance(keep, Mapping) else {"*": keep}
+    taken: set[str] = set()
+    for pattern, policy in given.items():
+        own = {name for name in shapes if matches(name, pattern)} - taken
+        taken |= own
+        weights = {name: shapes[name] for name in sorted(own) if len(shapes[name]) > 1}
+        sizes = {name: math.prod(shape) for name, shape in weights.items()}
+        if isinstance(policy, Summaries) and sizes and max(sizes.values()) <= policy.size:
+            largest = sorted(weights, key=lambda name: -sizes[name])[:4]
+            said = ", ".join(f"'{n}' ({'×'.join(map(str, weights[n]))})" for n in largest)
+            raise RecordingError(
+                f"summaries({policy.outputs}, {policy.inputs}) has {policy.size:,} numbers, and no "
+                f"weight that {pattern!r} matches has more; the largest are {said}. Give fewer "
+                "outputs and inputs, or keep these weights as 'rows'."
+            )
 
 
 def _named(policy: Policy) -> Policy:
@@ -123,12 +177,14 @@ def _named(policy: Policy) -> Policy:
 def codec_for(policies_of_books: Iterable[Policy]) -> type[Codec]:
     """The codec of rows that some books share: the most exact that one of them asks for.
 
-    Rows that are kept until there are bases to summarize them in are stored as summaries are.
+    Those that "auto" does not summarize are stored as they are. Rows that are kept until there are
+    bases to summarize them in are stored as summaries are.
 
     >>> codec_for(["int8", "rows", "steps"]).name
     'exact'
     """
     asked = {p.numbers if isinstance(p, Summaries) else p for p in policies_of_books}
+    asked |= {ROWS} if AUTO in asked else set()
     return next(codec for codec in CODECS.values() if codec.policy in asked)
 
 

@@ -296,6 +296,16 @@ def is_due(step: int) -> bool:
     return step & (step - 1) == 0 or step % SELDOM == 0
 
 
+def times_due(steps: int) -> int:
+    """After how many of the first steps divisors are kept.
+
+    >>> times_due(4096), sum(map(is_due, range(1, 4097)))
+    (14, 14)
+    """
+    powers = steps.bit_length()
+    return powers + steps // SELDOM - max(0, powers - SELDOM.bit_length() + 1)
+
+
 def _is_altered(left: Memory | None, state: Mapping[str, Any] | None) -> bool:
     """Whether the optimizer's memory of a parameter is not what the last step left, if it did."""
     if left is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,17 @@ from dualform.ledger import Book
 from dualform.ledger.tensors import CODES
 from dualform.optimizers import Rule, why_observed
 from dualform.private import before_compile, is_compiled, may_have_compiled, uses_cuda_graphs
-from dualform.recording.keep import ASKED, ROWS, STEPS, Keep, Policy, Summaries, read_keep
+from dualform.recording.keep import (
+    AUTO,
+    STEPS,
+    Keep,
+    Policy,
+    Summaries,
+    read_keep,
+    read_layers,
+    refuse_needless,
+    why_by_step,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,13 @@ class Plan:
         return {book.name: at for at, book in enumerate(self.books)}
 
 
-def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule, keep: Keep = ROWS) -> Plan:
+def make_plan(
+    model: nn.Module,
+    optimizer: Optimizer,
+    rule: Rule,
+    keep: Keep = AUTO,
+    layers: str | Sequence[str] | None = None,
+) -> Plan:
     """A book for every parameter; by step from the start where the optimizer has no rule.
 
     So are those of which no rows are to be kept.
@@ -65,10 +81,13 @@ def make_plan(model: nn.Module, optimizer: Optimizer, rule: Rule, keep: Keep = R
     for name, policy in kept.items():
         if isinstance(policy, Summaries) and policy.offsets == STEPS:
             kept[name] = STEPS if parameters[name].ndim < 2 else policy
+    refuse_needless(keep, {name: p.shape for name, p in parameters.items()})
+    recorded = read_layers(layers, parameters)
     reasons = {
-        name: reason or refused.get(id(p), "") or (ASKED if kept[name] == STEPS else "")
+        name: reason or refused.get(id(p), "") or why_by_step(kept[name], name in recorded)
         for name, p in parameters.items()
     }
+    kept = {name: kept[name] if name in recorded else STEPS for name in parameters}
     books = tuple(
         Book(name, tuple(p.shape), dtype_name(p.dtype), reason=reasons[name])
         for name, p in parameters.items()

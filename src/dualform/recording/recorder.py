@@ -29,7 +29,7 @@ from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe
 from dualform.optimizers import rule_for
 from dualform.private import before_compile, is_compiled
 from dualform.recording.guard import AFTER, BEFORE, Guard, starting
-from dualform.recording.keep import ROWS, Keep
+from dualform.recording.keep import AUTO, Keep
 from dualform.recording.other_optimizers import OtherOptimizers
 from dualform.recording.plan import (
     make_plan,
@@ -58,6 +58,7 @@ class Options:
     overwrite: bool
     buffer_bytes: int
     keep: Keep
+    layers: str | Sequence[str] | None
 
 
 class Recorder:
@@ -91,10 +92,11 @@ class Recorder:
         overwrite: bool = False,
         buffer_bytes: int = 128 << 20,
         strict: bool = False,
-        keep: Keep = ROWS,
+        keep: Keep = AUTO,
+        layers: str | Sequence[str] | None = None,
     ) -> None:
         self.path = path
-        given = (describe, resume, overwrite, buffer_bytes, keep)
+        given = (describe, resume, overwrite, buffer_bytes, keep, layers)
         self._options = Options(model, torch_optimizer(optimizer), *given)
         self._guard, self._sample_ids = Guard(strict), SampleIds()
         self._steps: StepRecorder | None = None
@@ -123,7 +125,7 @@ class Recorder:
             refuse_wrapped(asked.model)
             compiled = asked.model if is_compiled(asked.model) else None
             rule = rule_for(optimizer)
-            plan = make_plan(model, optimizer, rule, asked.keep)
+            plan = make_plan(model, optimizer, rule, asked.keep, asked.layers)
             if compiled is not None:
                 refuse_to_capture(compiled, plan.keep)
             if asked.resume:

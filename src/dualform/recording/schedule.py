@@ -23,6 +23,8 @@ class Schedule:
         self._handover_bytes, self._shard_bytes = handover_bytes, shard_bytes
         self.due: tuple[bool, str] | None = None
         """How the steps so far are to be handed over: whether as a shard, and its mark."""
+        self.total = 0
+        """How many bytes were handed over so far."""
         self._shard = self._unwitnessed = 0
         self._flushed = time.monotonic()
 
@@ -37,6 +39,7 @@ class Schedule:
     def hand_over(self, size: int, flush: bool, marked: bool, weight_bytes: int) -> bool:
         """So many bytes are handed over; whether the weights are to be kept with them."""
         self.due = None
+        self.total += size
         self._shard += size
         self._unwitnessed += size
         if flush:

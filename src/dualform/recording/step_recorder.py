@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.optimizers import Rule
+from dualform.recording.automatic import RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates, Event, Note
 from dualform.recording.bookkeeping import NOISY, Bookkeeper, SampleNumbers
@@ -16,7 +17,7 @@ from dualform.recording.delivery import Delivery
 from dualform.recording.excerpts import NO_EXCERPT, differing
 from dualform.recording.first_check import FirstCheck
 from dualform.recording.guard import Guard
-from dualform.recording.keep import ASKED
+from dualform.recording.keep import ASKED, NOT_RECORDED, ROWS
 from dualform.recording.messages import Handover, RecordedStep
 from dualform.recording.notices import Notices
 from dualform.recording.observer import StepObserver
@@ -71,7 +72,8 @@ def make_stages(
     states, bases = BookStates(plan.parameters), BookBases()
     observer = StepObserver(model, plan, rule, optimizer, states, bases)
     observer.keep_by_step(Event.RESUMED, opened.by_step)
-    notices = Notices(plan, type(optimizer).__name__, observer.trained, harmless=(NOISY, ASKED))
+    harmless = (NOISY, ASKED, NOT_RECORDED)
+    notices = Notices(plan, type(optimizer).__name__, observer.trained, harmless)
     booked = plan.parameters if rule.fields else {}
     first = opened.writer.committed + 1
     watch = Watch(model, booked, states, first, opened.streams, guard, plan.keep, bases, compiled)
@@ -172,6 +174,8 @@ class StepRecorder:
             self._capture()
         if stages.schedule.due and not stages.observer.states.shared:
             self.hand_over(*stages.schedule.due)
+        if stages.watch.automatic.is_open:
+            self._tell_of_summaries()
         if step.notes:
             stages.notices.lost(step.notes)
         if stages.spot_checks.problem:
@@ -184,6 +188,17 @@ class StepRecorder:
         for text in watch.remarks:
             self.stages.notices.remark(text)
         watch.remarks = []
+
+    def _tell_of_summaries(self) -> None:
+        """Says once what keep="auto" summarizes: after the first step that it could do so in."""
+        rows, automatic = self.stages.watch.rows, self.stages.watch.automatic
+        tally = rows.tally or RowCounts()
+        if automatic.summarized and tally.stored_bytes >= tally.bytes.get(ROWS, 0):
+            rows.tally = RowCounts()  # the bases are not known yet
+            return
+        if automatic.summarized:
+            self.stages.notices.remark(automatic.told(tally))
+        automatic.is_open, rows.tally = False, None
 
     def share(self, other: Optimizer, before: dict[str, Tensor]) -> None:
         """Another optimizer has changed parameters, which were so `before` it."""

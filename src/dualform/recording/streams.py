@@ -19,9 +19,10 @@ from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases
 from dualform.owners import UNCLEAR, Batch, BatchSamples, Owners, Sighting
 from dualform.private import will_execute
+from dualform.recording.automatic import Automatic, RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
-from dualform.recording.keep import Policy
+from dualform.recording.keep import ROWS
 from dualform.recording.pages import Order, Page, PagePool, PageWriter
 from dualform.recording.reduction import Reduced, Reducer, reducer_for
 
@@ -84,7 +85,7 @@ class Streams:
         self,
         parameters: Mapping[str, nn.Parameter],
         known: Iterable[Declaration],
-        keep: Mapping[str, Policy],
+        keep: Automatic,
         bases: BookBases,
     ) -> None:
         self._parameters, self._keep, self._bases = parameters, keep, bases
@@ -130,10 +131,12 @@ class Streams:
                 return writer
         stream = self._named(site, stream)
         self._taken.add(stream.name)
-        opened = OpenStream(site, stream, dict(site.terms), order)
+        keep = self._keep.policies(site.terms)
+        numbers = self._keep.numbers(keep)
+        opened = OpenStream(site, stream, dict(site.terms), order, numbers=numbers)
         self.all.append(StreamWriter(opened, self.pool))
         shapes = {book: tuple(self._parameters[book].shape) for book in site.terms}
-        self.all[-1].reducer = reducer_for(site, stream, self._keep, shapes, self._bases)
+        self.all[-1].reducer = reducer_for(site, stream, keep, shapes, self._bases)
         return self.all[-1]
 
     def of_summary(self, layer: StreamWriter, part: Reduced, dtype: torch.dtype) -> StreamWriter:
@@ -229,7 +232,7 @@ class RowWriter:
         owners: Owners,
         split: Callable[[Batch, Tensor], Batch],
         step: int,
-        keep: Mapping[str, Policy],
+        keep: Automatic,
         bases: BookBases,
     ) -> None:
         self.streams = Streams(parameters, known, keep, bases)
@@ -243,6 +246,8 @@ class RowWriter:
         """The batches without ids that left rows in this step."""
         self.learns = False
         """Whether streams remember what was kept of their rows."""
+        self.tally: RowCounts | None = None
+        """Counts what rows take, where somebody wants to know it."""
 
     def write(self, rows: Rows, batch: Batch, order: int, seen: Sighting | None) -> None:
         """Writes the rows of one call, where they are needed and their samples are known."""
@@ -299,6 +304,8 @@ class RowWriter:
         if self.learns:
             waits = stream.reducer is not None and stream.reducer.awaits_bases()
             stream.kept = _kept(rows.site, parts, keys, values, batch.size, not waits)
+        if self.tally is not None:
+            self.tally.see(stream.opened.stream, keys, values)
         if parts is None:
             self.write_rows(stream, keys, values, batch, order, rows.shared)
         else:
@@ -314,6 +321,8 @@ class RowWriter:
         shared: Tensor | None = None,
     ) -> None:
         """Writes rows as they are, in a known order."""
+        if self.tally is not None:
+            self.tally.store(ROWS, stream.opened.stream, keys, values)
         samples = self._samples(batch)
         self.bytes += stream.pages.write(self.step, samples, keys, values, order, shared)
 
@@ -323,9 +332,12 @@ class RowWriter:
         """Writes what is kept of the rows of a layer, which were of this type."""
         samples = self._samples(batch)
         for part in parts:
-            pages = self.streams.of_summary(stream, part, dtype).pages
+            summary = self.streams.of_summary(stream, part, dtype)
+            if self.tally is not None:
+                kept = summary.opened.stream
+                self.tally.store(part.numbers, kept, part.keys, part.values)
             given = (part.keys, part.values, part.order)
-            self.bytes += pages.write(self.step, samples, *given, reach=part.reach)
+            self.bytes += summary.pages.write(self.step, samples, *given, reach=part.reach)
 
     def _samples(self, batch: Batch) -> BatchSamples:
         """Whose records are written."""

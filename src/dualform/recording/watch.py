@@ -26,6 +26,7 @@ from dualform.ledger import Declaration
 from dualform.ledger.samples import SampleId, check_ids, listed
 from dualform.owners import Batch, Owners, Sighting, Trial
 from dualform.private import current_backward
+from dualform.recording.automatic import Automatic, RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
 from dualform.recording.calls import CallSource, FunctionCalls
@@ -70,11 +71,13 @@ class Watch:
         """To which samples the rows of each layer belong."""
         self._batches = Batches(step)
         split = self._batches.part
-        policies = dict.fromkeys(parameters, ROWS) if keep is None else keep
+        self.automatic = Automatic(dict.fromkeys(parameters, ROWS) if keep is None else keep)
+        """What is kept of layers where that is left to the recorder."""
         summarized = BookBases() if bases is None else bases
         self.rows = RowWriter(
-            parameters, known, states, self.owners, split, step, policies, summarized
+            parameters, known, states, self.owners, split, step, self.automatic, summarized
         )
+        self.rows.tally = RowCounts() if self.automatic.is_open else None
         self._on_graphs: list[tuple[int, RemovableHandle]] = []
         """Hooks on several outputs, by step: such a hook and its graph keep each other alive."""
         self._uses = 0
@@ -223,6 +226,8 @@ class Watch:
             seen = None if trial is None or single else trial.observe(use)
             if batch is not None:
                 self._uses += 1
+                if self.automatic.is_open:
+                    self.automatic.expect(use)
                 hook = when_errors_come(use, partial(self._backward, use, batch, self._uses, seen))
                 if len(outputs) > 1 and hook is not None:
                     self._on_graphs.append((self.rows.step, hook))
