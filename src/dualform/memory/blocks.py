@@ -376,12 +376,14 @@ class BilinearFunctional:
     def of(self, rows: Sides) -> Tensor:
         """(rows, questions): the answer of each row."""
         (top, left), b = rows.at, rows.b
+        if b is not None and rows.a.ndim == 1:  # only the lines that are asked for are moved
+            places = (rows.a + top).to(self.matrices.device)
+            lines = self.matrices[:, places, left : left + b.shape[-1]]
+            return torch.einsum("qri,ri->rq", lines.to(b), b)
         D = self.matrices.to(rows.a.device)
         if b is None:
             return rows.a @ D[:, top : top + rows.a.shape[1], left].to(rows.a).T
         D = D[:, :, left : left + b.shape[-1]].to(b)
-        if rows.a.ndim == 1:
-            return torch.einsum("qri,ri->rq", D[:, rows.a + top], b)
         D = D[:, top : top + rows.a.shape[1]]
         if b.ndim == 2:
             return _answers(rows.a, D, b)

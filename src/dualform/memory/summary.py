@@ -17,6 +17,9 @@ from torch import Tensor
 
 from dualform.memory.blocks import BETWEEN, BilinearFunctional, Functional, RowBlocks
 
+REMEMBERED = 4
+"""So many questions are remembered as they are put to summaries."""
+
 
 @dataclass(frozen=True, eq=False)
 class Bases:
@@ -31,8 +34,8 @@ class Bases:
     """U, (height, k_o)."""
     inputs: Tensor | None
     """V, (width, k_i)."""
-    _asked: list[Any] = field(default_factory=list, repr=False)
-    """The question that was projected last, with the result: many rows are asked the same."""
+    _asked: list[tuple[Any, Tensor]] = field(default_factory=list, repr=False)
+    """Questions that were projected last, with the results: many rows are asked the same."""
 
     @property
     def is_whole(self) -> bool:
@@ -76,10 +79,12 @@ class Bases:
 
     def asked(self, question: Functional | BilinearFunctional, like: Tensor) -> Tensor:
         """(questions, k_o × k_i): a question as it is put to summaries; kept for the next rows."""
-        if not self._asked or self._asked[0] is not question or self._asked[1].dtype != like.dtype:
-            self._asked[:] = [question, self._projected(question, like)]
-        found: Tensor = self._asked[1]
-        return found
+        for known, found in list(self._asked):
+            if known is question and found.dtype == like.dtype:
+                return found
+        projected = self._projected(question, like)
+        self._asked[:] = [*self._asked[1 - REMEMBERED :], (question, projected)]
+        return projected
 
     def _projected(self, question: Functional | BilinearFunctional, like: Tensor) -> Tensor:
         if isinstance(question, BilinearFunctional):
