@@ -211,7 +211,7 @@ CASES: dict[str, tuple[Make, Callable[[int], Tensor], int]] = {
     "images": (Images, noise(3, 8, 8), 14),
     "attention": (Attention, noise(14, 12), 4),
     "rows": (
-        lambda: nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.Linear(16, 3), Mean()),
+        lambda: nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.Linear(16, 2), Mean()),
         noise(9),
         16,
     ),
@@ -286,6 +286,47 @@ def test_batches_of_several_sizes(tmp_path: Path) -> None:
         for name in ("run", "eager")
     )
     torch.testing.assert_close(one.values, other.values, rtol=1e-3, atol=1e-6)
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, on one vector a sample: its rows are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(9, 9), nn.Linear(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        return self.head(self.layer(self.layer(x).tanh())).square().mean()
+
+
+def test_a_layer_that_is_called_twice(tmp_path: Path) -> None:
+    for name, compiled in (("run", "whole"), ("eager", "")):
+        with waiting():
+            training = Training(Twice, noise(9), compiled, steps=16).record(tmp_path / name)
+        assert training.graphs[-1] == bool(compiled)
+    balanced(tmp_path / "run")
+    audits = [dualform.open(tmp_path / name).audit() for name in ("run", "eager")]
+    for one, other in zip(*(audit.books for audit in audits), strict=True):
+        assert one.attributed == pytest.approx(other.attributed, abs=1e-4), one.name
+
+
+def test_an_optimizer_whose_step_is_compiled(tmp_path: Path) -> None:
+    """It runs as it was written, so that hooks on it do."""
+    plain = Training(Text)
+    plain.run()
+    training = Training(Text)
+    step = torch.compile(lambda: training.optimizer.step(), backend="aot_eager")  # type: ignore[call-arg]
+    with dualform.record(
+        training.called, training.optimizer, tmp_path / "run", keep=EXACT, strict=True
+    ):
+        for at in range(4):
+            training.called(texts(at)).backward()
+            step()
+            training.optimizer.zero_grad()
+    assert all(map(torch.equal, weights(plain.model), weights(training.model)))
+    assert graphs() == 1
+    balanced(tmp_path / "run")
 
 
 def test_a_graph_that_is_gone_through_twice(tmp_path: Path) -> None:

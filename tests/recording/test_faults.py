@@ -85,7 +85,7 @@ FAULTS = {
     "forward: the batch": "recording.watch.Batches.begin",
     "forward: a kind of layer": "layers.linear.Linear.use",
     "forward: a recurrent layer": "layers.recurrent.Recurrence.of",
-    "forward: a composed function": "layers.composite._undelegated",
+    "forward: a composed function": "layers.composite.undelegated",
     "forward: a hook on the graph": "recording.watch.when_errors_come",
     "experiment: its start": "owners.table.Owners.begin",
     "experiment: a call": "owners.twins.Twins._worlds",

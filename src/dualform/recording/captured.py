@@ -88,8 +88,10 @@ class CapturedSite:
         )
         self._storage = torch.empty(0, dtype=_probe_dtype(self._kept.dtype), device=like.device)
         self.tap = Tap(how, left, right, self._storage)
+        self._places: list[tuple[slice, tuple[int, ...]]] = []
+        """Where a probe holds what, and of which shape, for each sample."""
 
-    def shapes(self) -> list[tuple[int, ...]]:
+    def _shapes(self) -> list[tuple[int, ...]]:
         """The shapes of what a probe holds of each sample, one after the other."""
         each, found = self.tap.how.each, list[tuple[int, ...]]()
         for at, part in enumerate(self.parts):
@@ -112,8 +114,11 @@ class CapturedSite:
     def new_probe(self, samples: int) -> Tensor:
         """The probe of a forward pass: a leaf of its own, in memory that nobody reads."""
         if self._storage.shape[0] < samples or self._storage.ndim < 2:
-            width = sum(math.prod(shape) for shape in self.shapes()) + bool(self.tap.how.each)
-            self._storage = self._storage.new_empty(samples, width)
+            self._places, at = [], 0
+            for shape in self._shapes():
+                self._places.append((slice(at, at + math.prod(shape)), shape))
+                at += math.prod(shape)
+            self._storage = self._storage.new_empty(samples, at + bool(self.tap.how.each))
         self.tap.probe = self._storage.detach().requires_grad_()
         return self.tap.probe
 
@@ -127,11 +132,7 @@ class CapturedSite:
         """Writes the records of a forward pass to their streams."""
         samples, each, dtype = batch.size, max(1, self.tap.how.each), self._kept.dtype
         of_each = gradient[:samples]
-        pieces, at = [], 0
-        for shape in self.shapes():
-            piece = of_each[:, at : at + math.prod(shape)].reshape(samples, *shape)
-            pieces.append(piece)
-            at += math.prod(shape)
+        pieces = [of_each[:, at].reshape(samples, *shape) for at, shape in self._places]
         times = of_each[:, -1]  # how often the graph was gone through, where there are rows
         left = iter(pieces)
         if self.parts == (RAW,):
@@ -321,21 +322,26 @@ class CompiledCalls:
             set_compiled_call(self._model, call)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the compiled model, tapped where gradients are wanted."""
+        """Runs the compiled model, tapped where gradients are wanted.
+
+        All else that torch has compiled runs as it was written, such as the optimizer's step: our
+        hooks on it must not be compiled.
+        """
         depth = self._depth
-        if depth.value or not torch.is_grad_enabled() or not self._begin(args, kwargs):
-            return self._inner(*args, **kwargs)
-        depth.value = 1
-        try:
-            with self._mode:
+        with torch.compiler.set_stance("default"):
+            if depth.value or not torch.is_grad_enabled() or not self._begin(args, kwargs):
                 return self._inner(*args, **kwargs)
-        except compiler_error() as error:
-            first = str(error).strip().partition("\n")[0]
-            problem = f"torch cannot compile the model together with what records it: {first}"
-            self._guard.caught(FORWARD, RecorderFailedError(problem))
-        finally:
-            depth.value = 0
-        return self._inner(*args, **kwargs)
+            depth.value = 1
+            try:
+                with self._mode:
+                    return self._inner(*args, **kwargs)
+            except compiler_error() as error:
+                first = str(error).strip().partition("\n")[0]
+                problem = f"torch cannot compile the model together with what records it: {first}"
+                self._guard.caught(FORWARD, RecorderFailedError(problem))
+            finally:
+                depth.value = 0
+            return self._inner(*args, **kwargs)
 
     def _begin(self, args: Any, kwargs: Any) -> bool:
         """Gives a forward pass its probes; whether it is recorded."""

@@ -151,8 +151,7 @@ class Recorder:
         model, optimizer = before_compile(self._options.model), self._options.optimizer
         with ExitStack() as hooks:
             hooks.callback(steps.stages.watch.close)
-            as_written = hooks.enter_context(uncompiled())
-            steps.stages.watch.when_captured = as_written.close
+            hooks.enter_context(uncompiled())
             hooks.callback(SaveDetector(model, optimizer, self.checkpoint).close)
             shared = partial(self._other_stepped, steps)
             hooks.callback(OtherOptimizers(optimizer, parameters, shared).close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -98,8 +98,6 @@ class Watch:
         """Whether the user knows that the model is not compiled yet."""
         self.remarks: list[str] = []
         """What the user is to be told."""
-        self.when_captured: Callable[[], None] = lambda: None
-        """Called before a compiled model runs as it was compiled."""
 
     def samples(self, ids: Tensor | Sequence[SampleId], known: SampleIds) -> None:
         """Names the samples of the next forward pass."""
@@ -154,7 +152,6 @@ class Watch:
             return {}
         source.close()
         self._stop_learning()
-        self.when_captured()
         self._source = CompiledCalls(model, found.sites, self, self._guard)
         return found.lost
 
