@@ -63,9 +63,12 @@ class Folders:
         return self.is_compacted and (self.before / RUN_FILE).exists()
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """While nobody records into the run; what a killed process left is put right first."""
-        finish_exchange(self.run, self.before)
+    def locked(self) -> Iterator[bool]:
+        """While nobody records into the run; what a killed process left is put right first.
+
+        Gives whether there was anything to put right.
+        """
+        repaired = finish_exchange(self.run, self.before)
         if not (self.run / RUN_FILE).exists():
             raise NotARunError(f"'{self.run}' is not a dualform run: {describe(self.run)}.")
         try:
@@ -76,7 +79,7 @@ class Folders:
                 "a run can be compacted when its recording has ended."
             ) from error
         try:
-            yield
+            yield repaired
         finally:
             lock.release()
 
@@ -139,7 +142,8 @@ class Folders:
         """Deletes a copy that is not in the run's place; anything else there is refused."""
         if not os.path.lexists(self.before) or self.is_compacted:
             return
-        if not (self.before / COMPACTED_FILE).exists() and any(self.before.iterdir()):
+        names = {entry.name for entry in self.before.iterdir()}
+        if COMPACTED_FILE not in names and names - {COMPACTED_FILE + ".draft"}:
             raise LedgerError(
                 f"'{self.before}' is in the way: no compaction made it; {describe(self.before)}. "
                 "Move it to another path."

@@ -13,6 +13,8 @@ from typing import Any
 
 from dualform.errors import CorruptError, LedgerError
 
+ASIDE = ".exchange"
+"""Behind the name of a folder: the other one, while both exchange their names."""
 KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISREG, "a file"),
     (stat.S_ISDIR, "a folder"),
@@ -117,16 +119,21 @@ def exchange(one: Path, other: Path) -> None:
     sync_folder(one.parent)
 
 
-def finish_exchange(one: Path, other: Path) -> None:
-    """Undoes an exchange by renames that did not come to its second one, or does the third."""
+def finish_exchange(one: Path, other: Path) -> bool:
+    """Undoes an exchange by renames that did not come to its second one, or does the third.
+
+    Returns whether there was anything to do.
+    """
     aside = _aside(other)
-    if aside.exists():
-        aside.rename(other if one.exists() else one)
-        sync_folder(one.parent)
+    if not aside.exists():
+        return False
+    aside.rename(other if one.exists() else one)
+    sync_folder(one.parent)
+    return True
 
 
 def _aside(other: Path) -> Path:
-    return other.with_name(other.name + ".exchange")
+    return other.with_name(other.name + ASIDE)
 
 
 def _exchange_at_once(one: Path, other: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dualform.errors import CorruptError, FormatVersionError, NotARunError
 from dualform.ledger.codecs import Codec, Exact, read_codec
-from dualform.ledger.files import open_plain, parse_json
+from dualform.ledger.files import ASIDE, open_plain, parse_json
 
 FORMAT = 4
 RUN_FILE = "run.json"
@@ -272,7 +272,7 @@ def read_info(path: Path) -> RunInfo:
 def describe(path: Path) -> str:
     """Says in words what is at `path`: nothing, a file, or a folder of other things."""
     if not os.path.exists(path):
-        if os.path.exists(path.with_name(path.name + BEFORE_COMPACT)):
+        if os.path.exists(f"{path}{BEFORE_COMPACT}{ASIDE}"):
             return f"a compaction of it was killed; `dualform compact {path} --undo` brings it back"
         return "there is nothing at that path"
     if not os.path.isdir(path):

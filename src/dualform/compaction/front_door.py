@@ -139,8 +139,11 @@ def undo(path: str | os.PathLike[str]) -> None:
     dualform.errors.NotARunError: '...no/run' is not a dualform run: there is nothing at that path.
     """
     folders = Folders.of(path)
-    with folders.locked():
-        folders.undo()
+    with folders.locked() as repaired:
+        if repaired and not folders.is_compacted:  # the old run is back by that
+            folders.give_up()
+        else:
+            folders.undo()
 
 
 def confirm(path: str | os.PathLike[str]) -> int:
