@@ -310,6 +310,15 @@ def test_a_link_to_a_run(tmp_path: Path) -> None:
     assert dualform.open(tmp_path / "link").check() == []
 
 
+def test_the_folder_one_is_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(tmp_path / "run")
+    monkeypatch.chdir(tmp_path / "run")
+    assert dualform.compact(".", "int8").old == tmp_path / "run.before-compact"
+    monkeypatch.chdir(tmp_path)
+    assert compaction.undo("run/") is None
+    assert dualform.open("run").check() == []
+
+
 def test_a_run_that_is_overwritten_is_no_compacted_one(tmp_path: Path) -> None:
     path = tmp_path / "run"
     recorded(path)

@@ -48,8 +48,10 @@ class Folders:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Folders:
-        """Those of a path; where that is a link, beside what it leads to."""
-        run = Path(os.path.realpath(path)) if os.path.islink(path) else Path(os.path.abspath(path))
+        """Those of a path; where that is a link, or has no name, beside what it leads to."""
+        run = Path(path)
+        if os.path.islink(run) or run.name in ("", ".."):
+            run = Path(os.path.realpath(run))
         return cls(run, run.with_name(run.name + BEFORE_COMPACT))
 
     @property

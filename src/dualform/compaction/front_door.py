@@ -136,7 +136,7 @@ def undo(path: str | os.PathLike[str]) -> None:
 
     >>> undo("no/run")
     Traceback (most recent call last):
-    dualform.errors.NotARunError: '...no/run' is not a dualform run: there is nothing at that path.
+    dualform.errors.NotARunError: 'no/run' is not a dualform run: there is nothing at that path.
     """
     folders = Folders.of(path)
     with folders.locked() as repaired:
@@ -151,7 +151,7 @@ def confirm(path: str | os.PathLike[str]) -> int:
 
     >>> confirm("no/run")
     Traceback (most recent call last):
-    dualform.errors.NotARunError: '...no/run' is not a dualform run: there is nothing at that path.
+    dualform.errors.NotARunError: 'no/run' is not a dualform run: there is nothing at that path.
     """
     folders = Folders.of(path)
     with folders.locked():
