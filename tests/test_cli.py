@@ -107,7 +107,7 @@ def test_compact(demo: Path, tmp_path: Path) -> None:
     assert again.returncode == 1
     assert "was compacted already" in again.stderr
     assert "as it was" in dualform("compact", "run", "--undo", cwd=tmp_path).stdout
-    keep = '{"2": "rows", "*": "int8"}'
+    keep = '{"0": "rows", "*": "int8"}'
     facts = json.loads(dualform("compact", "run", "--keep", keep, "--json", cwd=tmp_path).stdout)
     assert facts["bytes_after"] < facts["bytes_before"]
     assert facts["remainder_after"] < 1e-5

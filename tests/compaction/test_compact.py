@@ -142,6 +142,16 @@ def test_summaries_in_all_directions_are_the_rows(optimizer: str, tmp_path: Path
     assert run.audit().books[0].residual == 0
 
 
+def test_a_table_that_no_basis_makes_smaller_is_rounded(tmp_path: Path) -> None:
+    """Its errors have no more numbers than directions are asked for: a residual is exact."""
+    path = tmp_path / "run"
+    recorded(path, "embedding", "adamw")
+    dualform.compact(path, dualform.summaries(16, 64))
+    run = dualform.open(path)
+    assert run.audit().remainder <= 5e-6
+    assert Ledger(path).shards[0].codec("0").name == "int8"
+
+
 def test_policies_by_name(tmp_path: Path) -> None:
     path = tmp_path / "run"
     recorded(path)

@@ -16,11 +16,11 @@ from torch import Tensor
 from dualform.compaction.divisors import replayed_divisors
 from dualform.compaction.rounding import has_rows, read_rows, segments_of
 from dualform.layers import Site, positions, sample_major
-from dualform.ledger import Declaration, Ledger, Records, Shard, Stream
+from dualform.ledger import Codec, Declaration, Ledger, Records, Shard, Stream
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import stored_arrays, widths
 from dualform.recording.bases import MOST_ROWS, ROWS_A_DIRECTION, BookBases
-from dualform.recording.keep import Policy, codec_for
+from dualform.recording.keep import ROWS, Policy, codec_for
 from dualform.recording.pages import StreamRows
 from dualform.recording.reduction import Reduced, Reducer, reducer_for
 
@@ -159,8 +159,7 @@ class Summarizing:
             for name, array in _encode(each).items():
                 arrays.setdefault(f"{stream.name}/{name}", []).append(array)
         arrays[f"{stream.name}/segments"] = list(segments)
-        codec = codec_for([part.numbers]).for_records(_records(part))
-        return Declaration(stream, {part.book: part.term}, codec)
+        return Declaration(stream, {part.book: part.term}, _codec(part, _records(part)))
 
     def _new_name(self, layer: str, book: str) -> str:
         """As a recorder names them: by layer and parameter, and a number from the second on."""
@@ -195,9 +194,18 @@ def _records(part: Reduced) -> Records:
     return Records(keys, sample_major(part.values[None], *part.order, part.value_dims))
 
 
+def _codec(part: Reduced, records: Records) -> Codec:
+    """How a part is stored: without rounding, where both sides of its parameter are kept whole.
+
+    Then the books are to add up by entries alone, and nothing would say what rounding loses.
+    """
+    whole = part.bases is not None and part.bases.is_whole
+    return codec_for([ROWS if whole else part.numbers]).for_records(records)
+
+
 def _encode(part: Reduced) -> dict[str, Tensor]:
     records = _records(part)
-    return codec_for([part.numbers]).for_records(records).encode(records)
+    return _codec(part, records).encode(records)
 
 
 def _stream(part: Reduced, layer: str) -> Stream:
