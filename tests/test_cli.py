@@ -94,6 +94,47 @@ def test_audit(demo: Path) -> None:
     assert {book["granularity"] for book in facts["books"]} == {"row"}
 
 
+def test_compact(demo: Path, tmp_path: Path) -> None:
+    """Smaller, back again, smaller and confirmed; as words and as JSON."""
+    import shutil
+
+    shutil.copytree(demo / "runs/digits", tmp_path / "run")
+    result = dualform("compact", "run", "--keep", "int8", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "compacted to 'int8'" in result.stdout
+    assert "the old run is in" in result.stdout
+    again = dualform("compact", "run", "--keep", "half", cwd=tmp_path)
+    assert again.returncode == 1
+    assert "was compacted already" in again.stderr
+    assert "as it was" in dualform("compact", "run", "--undo", cwd=tmp_path).stdout
+    keep = '{"0": "rows", "*": "int8"}'
+    facts = json.loads(dualform("compact", "run", "--keep", keep, "--json", cwd=tmp_path).stdout)
+    assert facts["bytes_after"] < facts["bytes_before"]
+    assert facts["remainder_after"] < 1e-5
+    done = json.loads(dualform("compact", "run", "--confirm", "--json", cwd=tmp_path).stdout)
+    assert done["bytes_old"] == facts["bytes_before"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
+    assert dualform("info", "run", "--check", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "give one of --keep POLICY, --confirm and --undo"),
+        (["--keep", "int8", "--undo"], "give one of --keep POLICY"),
+        (["--keep", "zip"], "keep='zip' is unknown; there are 'rows', 'half'"),
+        (["--keep", "{half}"], "--keep {half} is no JSON object"),
+        (["--keep", '{"head": "half"}'], "no parameter or module of the model is called so"),
+        (["--undo"], "there is nothing to undo"),
+    ],
+)
+def test_compact_refuses(arguments: list[str], problem: str, demo: Path) -> None:
+    result = dualform("compact", "runs/digits", *arguments, cwd=demo)
+    assert result.returncode in (1, 2)
+    assert problem in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_top_of_training_samples(demo: Path) -> None:
     arguments = ("top", "runs/digits", "--sample", "7", "--sample", "8", "-k", "4")
     assert "against" not in dualform(*arguments, cwd=demo).stderr

@@ -37,6 +37,7 @@ EVERYTHING |= {
     "studies",
     "demo",
     "cli",
+    "compaction",
 }
 MAY_IMPORT = {
     "errors": set(),
@@ -49,6 +50,7 @@ MAY_IMPORT = {
     "owners": {"layers", "ledger"},
     "recording": {"memory", "layers", "optimizers", "owners", "ledger"},
     "read": {"memory", "layers", "optimizers", "owners", "ledger"},
+    "compaction": {"memory", "layers", "optimizers", "ledger", "recording", "read"},
     "attention": {"memory", "families"},
     "integrations": {"recording"},
     "explore": {"read", "ledger"},
@@ -112,7 +114,7 @@ def test_no_import_cycles() -> None:
 def public_names() -> list[tuple[str, object]]:
     """What the front door and the parts' own front doors offer."""
     parts = ["", ".errors", ".memory", ".ledger", ".recording", ".read", ".explore", ".testing"]
-    parts += [".integrations", ".evaluate", ".attention", ".attention.transformers"]
+    parts += [".compaction", ".integrations", ".evaluate", ".attention", ".attention.transformers"]
     parts += [".families", ".families.layers", ".families.fixed_points"]
     found: dict[int, tuple[str, object]] = {}
     for part in parts:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dualform import attention as attention
+    from dualform import compaction as compaction
     from dualform import evaluate as evaluate
     from dualform import families as families
     from dualform import studies as studies
     from dualform import testing as testing
+    from dualform.compaction import Compaction, compact
     from dualform.errors import DualformError, DualformWarning
     from dualform.explore import view
     from dualform.memory import Memory
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Audit",
+    "Compaction",
     "DualformError",
     "DualformWarning",
     "Explanation",
@@ -52,6 +55,7 @@ __all__ = [
     "Scores",
     "Spotlight",
     "Timeline",
+    "compact",
     "describe",
     "open",
     "plan",
@@ -60,8 +64,9 @@ __all__ = [
     "view",
 ]
 
-PARTS = ("attention", "evaluate", "families", "studies", "testing")
+PARTS = ("attention", "compaction", "evaluate", "families", "studies", "testing")
 HOMES = {
+    "compaction": ("Compaction", "compact"),
     "errors": ("DualformError", "DualformWarning"),
     "explore": ("view",),
     "memory": ("Memory",),

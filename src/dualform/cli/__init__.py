@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from dualform.cli.compaction import compact
 from dualform.cli.evaluations import evaluate
 from dualform.cli.explorer import demo, report, view
 from dualform.cli.network import explain, influence
@@ -22,7 +23,8 @@ def cli(debug: bool) -> None:
     """Every prediction, traced to the training that made it."""
 
 
-for verb in (plan, demo, info, audit, top, view, report, explain, influence, evaluate, study):
+VERBS = (plan, demo, info, audit, compact, top, view, report, explain, influence, evaluate, study)
+for verb in VERBS:
     cli.add_command(verb)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import stat
@@ -12,6 +13,8 @@ from typing import Any
 
 from dualform.errors import CorruptError, LedgerError
 
+ASIDE = ".exchange"
+"""Behind the name of a folder: the other one, while both exchange their names."""
 KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISREG, "a file"),
     (stat.S_ISDIR, "a folder"),
@@ -94,6 +97,53 @@ def write_durably(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Two folders beside each other take each other's name, at once where the system can.
+
+    Linux can, on most file systems. Elsewhere it takes three renames; `finish_exchange` repairs
+    what a process leaves that is killed between them.
+
+    >>> import tempfile; folder = Path(tempfile.mkdtemp())
+    >>> one, other = folder / "one", folder / "other"
+    >>> one.mkdir(); other.mkdir(); (one / "file").touch()
+    >>> exchange(one, other); [entry.name for entry in other.iterdir()]
+    ['file']
+    """
+    if not _exchange_at_once(one, other):
+        aside = _aside(other)
+        one.rename(aside)
+        other.rename(one)
+        aside.rename(other)
+    sync_folder(one.parent)
+
+
+def finish_exchange(one: Path, other: Path) -> bool:
+    """Undoes an exchange by renames that did not come to its second one, or does the third.
+
+    Returns whether there was anything to do.
+    """
+    aside = _aside(other)
+    if not aside.exists():
+        return False
+    aside.rename(other if one.exists() else one)
+    sync_folder(one.parent)
+    return True
+
+
+def _aside(other: Path) -> Path:
+    return other.with_name(other.name + ASIDE)
+
+
+def _exchange_at_once(one: Path, other: Path) -> bool:
+    """By Linux's `renameat2` with the flag RENAME_EXCHANGE; False where that cannot be."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, at_once = -100, 2
+    return bool(renameat2(here, os.fsencode(one), here, os.fsencode(other), at_once) == 0)
 
 
 def sync_folder(folder: Path) -> None:

@@ -14,12 +14,16 @@ from typing import Any
 
 from dualform.errors import CorruptError, FormatVersionError, NotARunError
 from dualform.ledger.codecs import Codec, Exact, read_codec
-from dualform.ledger.files import open_plain, parse_json
+from dualform.ledger.files import ASIDE, open_plain, parse_json
 
 FORMAT = 4
 RUN_FILE = "run.json"
 INITIAL_FILE = "initial.safetensors"
 SAMPLES_FOLDER = "samples"
+COMPACTED_FILE = "compacted.json"
+"""In a run that was compacted, until that is confirmed; no sum depends on it."""
+BEFORE_COMPACT = ".before-compact"
+"""Behind the name of a run's folder: the run as it was before it was compacted."""
 BUFFER = "buffer:"
 """The momentum training started with is filed under this and the parameter's name."""
 STATE = "state:"
@@ -268,6 +272,8 @@ def read_info(path: Path) -> RunInfo:
 def describe(path: Path) -> str:
     """Says in words what is at `path`: nothing, a file, or a folder of other things."""
     if not os.path.exists(path):
+        if os.path.exists(f"{path}{BEFORE_COMPACT}{ASIDE}"):
+            return f"a compaction of it was killed; `dualform compact {path} --undo` brings it back"
         return "there is nothing at that path"
     if not os.path.isdir(path):
         return "it is a file, and a run is a folder"

@@ -22,7 +22,7 @@ from dualform.ledger.format import (
     read_info,
 )
 from dualform.ledger.ids import Ids
-from dualform.ledger.log import Damage, Head, Logs
+from dualform.ledger.log import Damage, Head, Log, Logs, session_and_rank
 from dualform.ledger.sessions import Commit, Session, Shard, read_sessions
 from dualform.ledger.tensors import TensorFile
 
@@ -75,8 +75,32 @@ class Ledger:
     def unfinished(self) -> bool:
         """Whether a writer of the last session noted no end: it was killed, or is at work."""
         ranks = self.session.commits
-        heads = [self._logs.ends.get(rank) == self._logs.head(rank) for rank in ranks]
-        return not (self.session.complete and all(heads))
+        return not (self.session.complete and all(map(self.has_ended, ranks)))
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the last writer of a rank noted its end."""
+        return self._logs.ends.get(rank) == self._logs.head(rank)
+
+    def writers(self) -> Iterator[tuple[Log, list[Commit]]]:
+        """The logs that count, in the order of time, each with the files of it that are read."""
+        used = {shard.path for shard in self.shards}
+        sessions = {session.number: session for session in self._sessions}
+        for log in self._logs.logs:
+            number, rank = session_and_rank(log.folder)
+            if log.start is not None and number in sessions:
+                commits = sessions[number].commits.get(rank, [])
+                yield (
+                    log,
+                    [
+                        commit
+                        for commit in commits
+                        if (
+                            commit.path in used
+                            if isinstance(commit, Shard)
+                            else commit.step <= self.last_step
+                        )
+                    ],
+                )
 
     def head(self, rank: int) -> Head | None:
         """How far the last log of a rank goes."""

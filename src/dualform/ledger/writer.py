@@ -27,6 +27,7 @@ from dualform.errors import (
 from dualform.ledger.commit_queue import CommitQueue
 from dualform.ledger.files import require, sync_folder, write_durably
 from dualform.ledger.format import (
+    COMPACTED_FILE,
     INITIAL_FILE,
     MARKS,
     RUN_FILE,
@@ -118,14 +119,17 @@ class LedgerWriter:
     ) -> LedgerWriter:
         """Starts a new run of so many ranks, in a folder that is empty or not there yet."""
         _make_folder(path, overwrite)
-        lock = _lock_of_all(path)
+        lock = lock_run(path)
         try:
             if not overwrite and (path / RUN_FILE).exists():
                 raise _exists(path)
             _remove_run(path)
             (path / SAMPLES_FOLDER).mkdir(exist_ok=True)
             arrays = {name: [weight.cpu()] for name, weight in initial.items()}
-            vouched = {"initial": _written(path / INITIAL_FILE, arrays), "run_crc32": info.checksum}
+            vouched = {
+                "initial": write_vouched(path / INITIAL_FILE, arrays),
+                "run_crc32": info.checksum,
+            }
             begun = {"session": 1, "rank": 0, "of": of, "step": 0}
             writer = cls(path, lock, {**begun, **vouched, **(start or {})})
             write_durably(path / RUN_FILE, info.to_json())
@@ -140,7 +144,7 @@ class LedgerWriter:
     ) -> LedgerWriter:
         """Goes on with a run after `step`; what any rank wrote beyond it no longer counts."""
         Ledger(path)  # or say why it is none
-        lock = _lock_of_all(path)
+        lock = lock_run(path)
         try:
             ledger = Ledger(path)
             if not ledger.ends_at(step):
@@ -230,7 +234,7 @@ class LedgerWriter:
 
     def _write(self, name: str, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
         try:
-            return {"file": name, **_written(self.folder / name, arrays)}
+            return {"file": name, **write_vouched(self.folder / name, arrays)}
         except OSError as error:
             raise self._failure(error) from error
 
@@ -261,7 +265,7 @@ class LedgerWriter:
         return LedgerError(f"cannot write to '{self.path}': {error}. {safe}.")
 
 
-def _written(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
+def write_vouched(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
     """Writes a file, and returns what its line in the log vouches for."""
     length, checksum = write_tensors(path, arrays)
     return {"bytes": length, "crc32": checksum, "index_crc32": index_checksum(arrays)}
@@ -326,8 +330,8 @@ def _joinable(path: Path, rank: int) -> Ledger:
     return ledger
 
 
-def _lock_of_all(path: Path) -> FileLock:
-    """The lock of rank 0, while no other rank records."""
+def lock_run(path: Path) -> FileLock:
+    """The lock of rank 0, while no other rank records; refused while any does."""
     lock = _lock(path, 0)
     try:
         for entry in path.iterdir():
@@ -361,7 +365,7 @@ def _remove_run(path: Path) -> None:
     Its description goes first: without it, what is left after a crash is no run.
     """
     ends = [entry.name for entry in path.iterdir() if END.fullmatch(entry.name)]
-    for name in (RUN_FILE, *ends, INITIAL_FILE):
+    for name in (RUN_FILE, COMPACTED_FILE, *ends, INITIAL_FILE):
         (path / name).unlink(missing_ok=True)
     for folder in [*writer_folders(path), path / SAMPLES_FOLDER]:
         if folder.is_symlink():

@@ -19,10 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-WIDENED = 1024
-"""How many rows are put into float64 at a time."""
-BETWEEN = 1 << 22
-"""How many numbers may stand between two products at a time."""
+from dualform.memory.products import bilinear_answers, summed_products
 
 
 def as_matrix(parameter: Tensor, view: str, groups: int = 1) -> Tensor:
@@ -197,7 +194,7 @@ class Sides(RowBlocks):
         if self.b is None:
             block = scaled.sum(0)[:, None]
         elif self.b.ndim == 2:
-            block = _summed_products(scaled, self.b)
+            block = summed_products(scaled, self.b)
         else:
             grouped = by_group(scaled, self.b.shape[1])
             block = torch.einsum("rgo,rgi->goi", grouped, self.b.double()).flatten(0, 1)
@@ -233,15 +230,6 @@ def _alike(parts: Sequence[slice]) -> Iterator[list[slice]]:
     sized = [(part.stop - part.start, at, part) for at, part in enumerate(parts)]
     for _, some in groupby(sized, key=lambda one: (one[0], one[2].start - one[1] * one[0])):
         yield [part for _, _, part in some]
-
-
-def _summed_products(a: Tensor, b: Tensor) -> Tensor:
-    """`aᵀ b` in float64; by a processor some rows at a time, so that they stay in its cache."""
-    total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64, device=a.device)
-    count = WIDENED if a.device.type == "cpu" else max(1, len(a))
-    for some, others in zip(torch.split(a, count), torch.split(b, count), strict=True):
-        total.addmm_(some.T, others.double())
-    return total
 
 
 @dataclass(frozen=True)
@@ -386,22 +374,6 @@ class BilinearFunctional:
         D = D[:, :, left : left + b.shape[-1]].to(b)
         D = D[:, top : top + rows.a.shape[1]]
         if b.ndim == 2:
-            return _answers(rows.a, D, b)
+            return bilinear_answers(rows.a, D, b)
         groups = b.shape[1]
         return torch.einsum("rgo,qgoi,rgi->rq", by_group(rows.a, groups), by_group(D, groups), b)
-
-
-def _answers(a: Tensor, D: Tensor, b: Tensor) -> Tensor:
-    """(rows, questions): `aᵀ D b`, some questions at a time.
-
-    The longer side is multiplied first: what is between the products is then as small as can be.
-    """
-    if a.shape[1] > b.shape[1]:
-        a, D, b = b, D.mT, a
-    each = max(1, BETWEEN // max(1, a.numel()))
-    found = a.new_empty(len(a), len(D))
-    for at in range(0, len(D), each):
-        some = D[at : at + each]
-        between = torch.matmul(b, some.flatten(0, 1).T).view(len(a), len(some), a.shape[1])
-        torch.sum(between.mul_(a[:, None]), 2, out=found[:, at : at + each])
-    return found

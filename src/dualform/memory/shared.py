@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from dualform.memory.blocks import (
-    BETWEEN,
     BilinearFunctional,
     Functional,
     RowBlocks,
     Sides,
 )
+from dualform.memory.products import BETWEEN
 from dualform.memory.summary import SummarySides
 
 

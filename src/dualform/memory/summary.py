@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import BETWEEN, BilinearFunctional, Functional, RowBlocks
+from dualform.memory.blocks import BilinearFunctional, Functional, RowBlocks
+from dualform.memory.products import BETWEEN
 
 REMEMBERED = 4
 """So many questions are remembered as they are put to summaries."""

@@ -14,7 +14,7 @@ from dualform.ledger import Book, Stream
 from dualform.ledger.format import BUFFER
 from dualform.ledger.reader import values_by_step
 from dualform.memory.blocks import Sides
-from dualform.optimizers import Blend, Diagonal, Operator, apply
+from dualform.optimizers import Diagonal, Operator, apply
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import Fold, ShardRange
 from dualform.read.forward import forward_totals
@@ -118,7 +118,7 @@ def _entries(accounting: Accounting, book: Book, samples: Tensor | None) -> Tens
     total = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
     for span in accounting.spans([book]):
         operators = span.coefficients[book.name].operators
-        if all(isinstance(operator, Blend) for operator in operators.values()):
+        if all(operator.diagonals is not None for operator in operators.values()):
             for diagonal, numbers in _by_diagonal(operators, span.last):
                 fold = replace(_row_sum(accounting, book, numbers), samples=samples)
                 part = accounting.reader.reduce(fold, span.last, span.first)
@@ -136,9 +136,8 @@ def _by_diagonal(
 ) -> list[tuple[Diagonal | None, Tensor]]:
     """Blends the other way round: each diagonal, and (steps + 1,) how much of it a step has."""
     numbers: dict[Diagonal | None, Tensor] = {}
-    for step, blend in operators.items():
-        assert isinstance(blend, Blend)
-        for diagonal, number in (*blend.parts.items(), (None, blend.number)):
+    for step, operator in operators.items():
+        for diagonal, number in (operator.diagonals or {}).items():
             if number:
                 zeros = torch.zeros(last + 1, dtype=torch.float64)
                 numbers.setdefault(diagonal, zeros)[step] = number

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import NonFiniteError
-from dualform.ledger import Stream, Term
+from dualform.ledger import Declaration, Stream, Term
 from dualform.optimizers import BY_ROW
 from dualform.recording.messages import Pages, RecordedStep
 from dualform.recording.pages import StreamRows, rows_by_sample
@@ -195,7 +195,7 @@ def gather_evidence(
     return evidence
 
 
-def accounts_of(streams: Sequence[OpenStream]) -> list[tuple[set[str], list[int]]]:
+def accounts_of(streams: Sequence[OpenStream | Declaration]) -> list[tuple[set[str], list[int]]]:
     """Books that share streams, with the numbers of these streams."""
     groups: list[tuple[set[str], list[int]]] = []
     for index, opened in enumerate(streams):

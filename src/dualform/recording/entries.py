@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,13 +64,10 @@ class Entries:
                     self._encode(feed, rows, records)
 
     def residual_arrays(self) -> dict[str, list[Tensor]]:
-        """The residuals as arrays of a shard, in the type of the book but at least 32 bits."""
+        """The residuals as arrays of a shard."""
         arrays: dict[str, list[Tensor]] = {}
         for name, found in self.residuals.items():
-            own = getattr(torch, self.plan.book(name).dtype)
-            dtype = torch.promote_types(own, torch.float32)
-            arrays[f"{name}/residuals"] = [found[step].to(dtype)[None] for step in sorted(found)]
-            arrays[f"{name}/residual_steps"] = [torch.tensor(sorted(found))]
+            arrays |= residual_arrays(self.plan.book(name), found)
         return arrays
 
     def _encode(self, feed: Feed, rows: StreamRows, records: Records) -> None:
@@ -84,14 +81,41 @@ class Entries:
             self.arrays.setdefault(f"{name}/shared", []).append(rows.shared)
         if not codec.leaves_residual or any(feed.stream.bases):  # which leave more than rounding
             return
-        decoded, steps = codec.decode(encoded, 0, len(records.keys)), rows.at.to(rows.keys.device)
-        for at in sorted(set(rows.at.tolist())):
-            own = steps == at
-            for book, term in feed.terms.items():
-                residual = _total(self.plan.book(book), feed.stream, term, records, own, rows)
-                residual -= _total(self.plan.book(book), feed.stream, term, decoded, own, rows)
-                found = self.residuals.setdefault(book, {})
-                found[self.first + at] = found.get(self.first + at, 0) + residual
+        decoded = codec.decode(encoded, 0, len(records.keys))
+        books = {book: self.plan.book(book) for book in feed.terms}
+        for book, at, residual in residuals(books, feed.stream, feed.terms, rows, records, decoded):
+            found = self.residuals.setdefault(book, {})
+            found[self.first + at] = found.get(self.first + at, 0) + residual
+
+
+def residuals(
+    books: Mapping[str, Book],
+    stream: Stream,
+    terms: Mapping[str, Term],
+    rows: StreamRows,
+    recorded: Records,
+    decoded: Records,
+) -> Iterator[tuple[str, int, Tensor]]:
+    """For each step of some rows and each book: the sum of the rows less that of the entries.
+
+    `recorded` and `decoded` are the records of `rows`, before and after a codec.
+    """
+    steps = rows.at.to(rows.keys.device)
+    for at in sorted(set(rows.at.tolist())):
+        own = steps == at
+        for book, term in terms.items():
+            residual = _total(books[book], stream, term, recorded, own, rows)
+            residual -= _total(books[book], stream, term, decoded, own, rows)
+            yield book, at, residual
+
+
+def residual_arrays(book: Book, found: Mapping[int, Tensor]) -> dict[str, list[Tensor]]:
+    """Residuals by step as arrays of a shard, in the type of the book but at least 32 bits."""
+    dtype = torch.promote_types(getattr(torch, book.dtype), torch.float32)
+    return {
+        f"{book.name}/residuals": [found[step].to(dtype)[None] for step in sorted(found)],
+        f"{book.name}/residual_steps": [torch.tensor(sorted(found))],
+    }
 
 
 def _of_one_dtype(pieces: Sequence[StreamRows]) -> list[Records]:

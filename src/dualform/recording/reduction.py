@@ -205,7 +205,8 @@ class _Wide:
     ) -> None:
         self._stream, self._keys, self._values = stream, x, e
         self.samples, self.with_reach = samples, with_reach
-        self._scaled = any(term.form == "scale" for term in site.terms.values())
+        forms = [form_named(term.form) for term in site.terms.values()]
+        self._scaled = any(form.needs_keys and not form.has_width for form in forms)
 
     @property
     def dtype(self) -> torch.dtype:

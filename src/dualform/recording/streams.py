@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
 
 from dualform.layers import Rows, Site, stream_name
 from dualform.ledger import Declaration, Stream, Term
@@ -18,12 +17,12 @@ from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases
 from dualform.owners import UNCLEAR, Batch, BatchSamples, Owners, Sighting
-from dualform.private import will_execute
 from dualform.recording.automatic import Automatic, RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
 from dualform.recording.keep import ROWS
 from dualform.recording.pages import Order, Page, PagePool, PageWriter
+from dualform.recording.reached import Reached
 from dualform.recording.reduction import Reduced, Reducer, reducer_for
 
 
@@ -186,35 +185,6 @@ class Streams:
         if columns < width and not stream.layout:
             part = f"{part or ':'},{left}:{left + columns}"
         return f"[{part}]" if part else ""
-
-
-class Reached:
-    """Whether a backward pass will add to a parameter's gradient, or only passes by.
-
-    The gradient of an input (`torch.autograd.grad(loss, x)`, an attack, a saliency map) passes by.
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._nodes: dict[str, Node] = {}
-
-    def __call__(self, books: Iterable[str]) -> bool:
-        """Whether it adds to any of these."""
-        for book in books:
-            node = self._nodes.get(book) or self._find(book)
-            try:
-                if node is not None and will_execute(node):
-                    return True
-            except RuntimeError:  # torch.autograd.grad(loss, parameters): the loop may use it
-                return True
-        return False
-
-    def _find(self, book: str) -> Node | None:
-        """What adds to the parameter's gradient; it is there while the parameter is trained."""
-        if not self._parameters[book].requires_grad:
-            return None
-        self._nodes[book] = get_gradient_edge(self._parameters[book]).node
-        return self._nodes[book]
 
 
 class RowWriter:

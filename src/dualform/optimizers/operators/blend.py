@@ -58,6 +58,11 @@ class Blend(Operator):
         return total
 
     @property
+    def diagonals(self) -> Mapping[Any, float]:
+        """Its parts."""
+        return {**self.parts, None: self.number}
+
+    @property
     def adjoint(self) -> Blend:
         """Itself."""
         return self

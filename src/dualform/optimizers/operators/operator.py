@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -104,6 +104,11 @@ class Operator(ABC):
 
     def diagonal(self, shape: tuple[int, ...]) -> Tensor | None:
         """One number for each element, if each goes its own way; None if elements are mixed."""
+        return None
+
+    @property
+    def diagonals(self) -> Mapping[Any, float] | None:
+        """Diagonals that steps share, with a number each, if it is made of them; None means 1."""
         return None
 
     def narrow(self) -> Operator:
