@@ -36,7 +36,17 @@ from dualform.layers.use import (
 )
 
 
-class Linear(LayerKind):
+class CastInputs(LayerKind):
+    """Functions that autocast computes in 16 bits, and whose inputs it casts."""
+
+    def see(
+        self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
+    ) -> tuple[Any, Seen | None]:
+        """Makes the call with the input as autocast casts it."""
+        return super().see(find, inside, func, find.guard(as_cast, find, args) or args, kwargs)
+
+
+class Linear(CastInputs):
     """`F.linear(x, W, b)`, and with it `nn.Linear`, attention's projections and LoRA.
 
     >>> F.linear in Linear.functions
@@ -44,12 +54,6 @@ class Linear(LayerKind):
     """
 
     functions = (F.linear,)
-
-    def see(
-        self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
-    ) -> tuple[Any, Seen | None]:
-        """Makes the call with the input as autocast casts it."""
-        return super().see(find, inside, func, find.guard(as_cast, find, args) or args, kwargs)
 
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
@@ -68,7 +72,7 @@ class Linear(LayerKind):
         return _derived_use(find, made, out, **given)
 
 
-class MatrixProduct(LayerKind):
+class MatrixProduct(CastInputs):
     """`x @ W` and `b + x @ W`: weights whose second dimension counts the outputs.
 
     >>> torch.addmm in MatrixProduct.functions
@@ -85,12 +89,6 @@ class MatrixProduct(LayerKind):
         torch.Tensor.__matmul__,
         torch.Tensor.__rmatmul__,
     )
-
-    def see(
-        self, find: Finder, inside: Inside, func: Function, args: Sequence[Any], kwargs: Any
-    ) -> tuple[Any, Seen | None]:
-        """Makes the call with the input as autocast casts it."""
-        return super().see(find, inside, func, find.guard(as_cast, find, args) or args, kwargs)
 
     def use(
         self, find: Finder, func: Function, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
