@@ -158,9 +158,12 @@ def test_training_is_bit_identical(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("model", MODELS)
 def test_bases_that_hold_everything_lose_nothing(
-    model: str, optimizer: str, tmp_path: Path
+    model: str, optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Summaries as large as the layers give the reads of all rows."""
+    """Summaries as large as the layers give the reads of all rows. Users are told not to."""
+    with pytest.raises(RecordingError, match="summaries"):
+        train(tmp_path / "whole", model, optimizer, summaries(99, 999, "rows"))
+    monkeypatch.setattr("dualform.recording.plan.refuse_needless", lambda keep, shapes: None)
     net, data = train(tmp_path / "whole", model, optimizer, summaries(99, 999, "rows"))
     train(tmp_path / "rows", model, optimizer, "rows")
     whole, rows = opened(tmp_path / "whole"), opened(tmp_path / "rows")
@@ -272,3 +275,26 @@ def test_what_summaries_cannot_answer_is_refused_in_words(tmp_path: Path) -> Non
 def test_bad_sizes_are_refused(given: dict[str, object], problem: str) -> None:
     with pytest.raises(RecordingError, match=problem):
         summaries(**given)  # type: ignore[arg-type]
+
+
+def test_bases_are_renewed_where_later_rows_vary_otherwise(tmp_path: Path) -> None:
+    """What the layer sees moves to other directions; a second stream has bases of its own."""
+    torch.manual_seed(0)
+    net = nn.Linear(20, 15)
+    stepper = torch.optim.SGD(net.parameters(), lr=0.01)
+    spread = torch.linspace(3, 0.01, 20)
+    with dualform.record(
+        net, stepper, tmp_path / "run", keep=summaries(3, 5, "rows"), strict=True
+    ) as recorder:
+        for step in range(90):
+            recorder.samples(range(BATCH))
+            data = torch.randn(BATCH, 9, 20) * (spread if step < 40 else spread.flip(0))
+            (net(data) - 1).square().mean().backward()
+            stepper.step()
+            stepper.zero_grad()
+    run = opened(tmp_path / "run")
+    shards = Ledger(tmp_path / "run").shards
+    assert any("model~weight@2/segments" in shard.file for shard in shards)
+    audit = run.audit()
+    assert audit.coverage == 1.0
+    assert audit.remainder < 1e-4

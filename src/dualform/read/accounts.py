@@ -18,7 +18,7 @@ from dualform.ledger.reader import values_by_step
 from dualform.memory.forms import form_named
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import Fold, ShardRange
-from dualform.read.scan import chunks
+from dualform.read.scan import RowColumns, chunks
 
 CHECKED = 8
 """At most so many steps of a book are checked."""
@@ -86,7 +86,9 @@ class EntrySum(Fold[Tensor]):
     def _outputs(self, shard: ShardRange) -> Tensor:
         """U of the book: a table that is read is also multiplied by, where it has one."""
         tall = [stream for stream in self.fed_by if stream.bases and stream.bases[0]]
-        own = next(stream for stream in tall if shard.holds(stream.name))
+        span = (shard.first, shard.last)
+        held = [stream for stream in tall if shard.holds(stream.name)]
+        own = next(s for s in held if len(set(RowColumns(shard, s).between(*span))) == 2)
         bases = shard.bases(own)
         assert bases is not None
         assert bases.outputs is not None

@@ -1,12 +1,14 @@
 """The bases in which a parameter's rows are summarized: where errors and inputs vary most.
 
-They are leading eigenvectors of the second moments of errors and of inputs, found from the first
-rows that a parameter has. No moment is ever formed: some directions are multiplied by the rows and
-back, and made orthonormal, a few times over.
+They are leading eigenvectors of the second moments of errors and of inputs. They are found from the
+first rows that a parameter has, and again from later ones: what a layer sees changes while it
+learns. No moment is ever formed: some directions are multiplied by the rows and back, and made
+orthonormal, a few times over.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +21,10 @@ ROWS_A_DIRECTION = 8
 """So many rows are looked at for each direction of a basis."""
 MOST_ROWS = 4096
 """About so many rows of one use are looked at."""
+RENEWED = tuple(64 * 8**power for power in range(8))
+"""After so many steps of a recording, bases are compared with those of new rows."""
+GAIN = 0.05
+"""By how much more of the rows' energy new bases must capture to take the place of old ones."""
 ROUNDS = 4
 """How often directions are multiplied by the rows and back."""
 
@@ -73,6 +79,9 @@ class BookBases:
     """Whether the rows seen so far make the bases, however few: to see soon what these save."""
     wanted: dict[str, int] = field(default_factory=dict)
     """How many rows make the bases of a book that had to wait for them."""
+    stale: set[str] = field(default_factory=set)
+    """Books whose bases are compared with those of new rows, and renewed if these are better."""
+    _steps: int = 0
     _ready: dict[str, Bases] = field(default_factory=dict)
     """Those that are used from the next step on."""
     _rows: dict[str, list[tuple[Tensor | None, Tensor]]] = field(default_factory=dict)
@@ -87,19 +96,23 @@ class BookBases:
         of which all places are kept, and `width` (rows, width). If the first ones are many, they
         are enough, and are summarized themselves.
         """
-        if book in self.found or book in self._ready:
-            return self.found.get(book)
+        known = self.found.get(book)
+        if book in self._ready or (known is not None and book not in self.stale):
+            return known
         seen = self._rows.setdefault(book, [])
         seen.append((None if height is None else height.clone(), width.clone()))
         wanted = ROWS_A_DIRECTION * max(policy.outputs, policy.inputs)
         if sum(len(rows) for _, rows in seen) < wanted and not self.impatient:
             self.wanted[book] = wanted
-            return None
-        first, rows = len(seen) == 1, self._rows.pop(book)
+            return known
+        first, rows = len(seen) == 1 and known is None, self._rows.pop(book)
         tall = [E for E, _ in rows if E is not None]
-        U = leading_directions(torch.cat(tall), policy.outputs) if tall else None
-        V = leading_directions(torch.cat([X for _, X in rows]), policy.inputs)
-        (self.found if first else self._ready)[book] = Bases(U, V)
+        E, X = torch.cat(tall) if tall else None, torch.cat([X for _, X in rows])
+        U = None if E is None else leading_directions(E, policy.outputs)
+        new = Bases(U, leading_directions(X, policy.inputs))
+        self.stale.discard(book)
+        if known is None or _captured(new, E, X) > _captured(known, E, X) + GAIN:
+            (self.found if first else self._ready)[book] = new
         return self.found.get(book)
 
     def waiting(self) -> dict[str, int]:
@@ -108,6 +121,20 @@ class BookBases:
 
     def begin_step(self) -> bool:
         """A new step begins: bases that are ready are used; whether there are any."""
+        self._steps += 1
+        if self._steps in RENEWED:
+            self.stale = set(self.found)
         self.found |= self._ready
         new, self._ready = bool(self._ready), {}
         return new
+
+
+def _captured(bases: Bases, E: Tensor | None, X: Tensor) -> float:
+    """The share of rows that bases capture: of their energy along the height, times the width."""
+    sides = ((E, bases.outputs), (X, bases.inputs))
+    shares = [
+        float((rows.float() @ basis).square().sum() / rows.float().square().sum().clamp_min(1e-30))
+        for rows, basis in sides
+        if rows is not None and basis is not None
+    ]
+    return math.prod(shares)

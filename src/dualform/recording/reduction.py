@@ -119,13 +119,15 @@ class Reducer:
         if self._is_small(book, term):
             return Bases(None, None)
         known = self.bases.found.get(book)
-        if known is None and not form_named(term.form).has_sides:
+        is_open = known is None or book in self.bases.stale
+        if is_open and not form_named(term.form).has_sides:
             errors, _ = wide.some()
             return self.bases.of(book, self.policy, None, _placed(errors, term.at[1], width))
-        if known is None:
+        if is_open:
             errors, inputs = wide.some()
             errors, inputs = _placed(errors, term.at[0], height), _placed(inputs, term.at[1], width)
             return self.bases.of(book, self.policy, errors, inputs)
+        assert known is not None
         tall = known.outputs is None and height > self.policy.outputs
         return None if tall and form_named(term.form).has_sides else known
 
