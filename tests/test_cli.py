@@ -122,7 +122,7 @@ def test_compact(demo: Path, tmp_path: Path) -> None:
     [
         ([], "give one of --keep POLICY, --confirm and --undo"),
         (["--keep", "int8", "--undo"], "give one of --keep POLICY"),
-        (["--keep", "zip"], "keep='zip' is unknown; there are 'rows', 'half'"),
+        (["--keep", "zip"], "keep='zip' is unknown; there are 'auto', 'rows', 'half'"),
         (["--keep", "{half}"], "--keep {half} is no JSON object"),
         (["--keep", '{"head": "half"}'], "no parameter or module of the model is called so"),
         (["--undo"], "there is nothing to undo"),

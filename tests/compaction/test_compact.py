@@ -47,11 +47,23 @@ def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     return layer, optimizer
 
 
+def remainder(run: dualform.Run) -> float:
+    """The largest, but for summaries of 8 bits, which miss the gradients in their bases by more."""
+    audit = run.audit()
+    summarized = {book.name for book in run.info.books if run.source.ledger.is_summarized(book)}
+    for line in audit.books:
+        assert line.name not in summarized or not line.remainder > line.rounding, audit
+    return max(line.remainder for line in audit.books if line.name not in summarized)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_compacted_run_is_the_one_recorded_with_less(
     policy: str, case: tuple[str, str], tmp_path: Path
 ) -> None:
-    """Array by array; only factors, which were measured with all rows, are better."""
+    """Array by array; only factors, which were measured with all rows, are better.
+
+    Accounts are of other steps.
+    """
     recorded(tmp_path / "run", *case)
     recorded(tmp_path / "small", *case, keep=POLICIES[policy])
     assert dualform.compact(tmp_path / "run", POLICIES[policy]).changed
@@ -61,6 +73,8 @@ def test_a_compacted_run_is_the_one_recorded_with_less(
     for own, other in zip(found.shards, expected.shards, strict=True):
         assert own.file.arrays.keys() == other.file.arrays.keys()
         for name in own.file.arrays:
+            if name.endswith(("/accounts", "/account_steps")):
+                continue
             mine, theirs = own.file.read(name), other.file.read(name)
             if name == "factors":
                 assert torch.allclose(mine, theirs, rtol=1e-5)
@@ -90,7 +104,7 @@ def test_the_books_stay(
     run = dualform.open(path)
     assert run.check() == []
     assert run.audit().coverage == 1.0
-    assert run.audit().remainder <= audit.remainder + TOLERANCE[dtype]
+    assert remainder(run) <= audit.remainder + TOLERANCE[dtype]
     assert run.nbytes < nbytes
     assert (path / "run.json").read_bytes() == info
     assert (path / "remarks.txt").read_text() == "mine"
@@ -148,7 +162,7 @@ def test_a_table_that_no_basis_makes_smaller_is_rounded(tmp_path: Path) -> None:
     recorded(path, "embedding", "adamw")
     dualform.compact(path, dualform.summaries(16, 64))
     run = dualform.open(path)
-    assert run.audit().remainder <= 5e-6
+    assert remainder(run) <= 5e-6
     assert Ledger(path).shards[0].codec("0").name == "int8"
 
 
@@ -168,7 +182,7 @@ def test_a_run_becomes_smaller_in_several_turns(tmp_path: Path) -> None:
     for keep in ("half", "int8", dualform.summaries(4, 8)):
         result = dualform.compact(path, keep)
         result.confirm()
-        assert dualform.open(path).audit().remainder <= 5e-6
+        assert remainder(dualform.open(path)) <= 5e-6
         sizes.append(dualform.open(path).nbytes)
     assert sizes == sorted(sizes, reverse=True)
     before = contents(path)
@@ -216,19 +230,19 @@ def test_sessions_and_what_they_void(policy: str, tmp_path: Path) -> None:
                     recorder.checkpoint()
                     saved = (_copy(model.state_dict()), _copy(optimizer.state_dict()))
     old = dualform.open(path)
-    assert old.audit().remainder <= 3e-6
+    assert remainder(old) <= 3e-6
     facts = (old.steps, old.kept_steps, old.ids, len(Ledger(path).starts))
     dualform.compact(path, POLICIES[policy])
     new = dualform.open(path)
     assert (new.steps, new.kept_steps, new.ids, len(Ledger(path).starts)) == facts
-    assert new.audit().remainder <= 3e-6
+    assert remainder(new) <= 3e-6
     assert new.check() == []
     with dualform.record(model, optimizer, path, resume=True, strict=True):
         for _ in range(2):
             model(torch.randn(64, 20)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert dualform.open(path).audit().remainder <= 3e-6
+    assert remainder(dualform.open(path)) <= 3e-6
     with pytest.raises(LedgerError, match=r"recording went on in .* after it was compacted"):
         compaction.undo(path)
     compaction.confirm(path)
@@ -252,7 +266,7 @@ def test_ranks(policy: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
         assert dualform.compact(tmp_path / name, keep).changed
         run = dualform.open(tmp_path / name)
-        assert run.audit().remainder <= 5e-6
+        assert remainder(run) <= 5e-6
         scores = run.explain(model, x[:2], target=lambda y: y.sum())
         found.append(scores.values[np.argsort(np.array(scores.ids))])
     assert np.allclose(*found, atol=1e-4 * np.abs(found[0]).max())
@@ -279,7 +293,7 @@ def test_rows_of_16_bits(tmp_path: Path) -> None:
         "keys": "bfloat16",
         "values": "bfloat16",
     }
-    assert dualform.open(path).audit().remainder <= before + 1e-6
+    assert remainder(dualform.open(path)) <= before + 1e-6
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -357,8 +371,12 @@ def test_a_run_that_is_recorded_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keep", "error", "problem"),
     [
-        ("zip", RecordingError, "keep='zip' is unknown; there are 'rows', 'half', 'int8'"),
-        ("steps", RecordingError, "cannot be made of a run .* A compaction knows 'rows', 'half'"),
+        ("zip", RecordingError, "keep='zip' is unknown; there are 'auto', 'rows', 'half', 'int8'"),
+        (
+            "steps",
+            RecordingError,
+            "cannot be made of a run .* A compaction knows 'auto', 'rows', 'half'",
+        ),
         ({"head": "half"}, RecordingError, "pattern 'head', and no parameter or module"),
         (7, RecordingError, "keep=7 is no policy"),
         ("summaries", LedgerError, "by the rule 'rmsprop' cannot become summaries.*keep='half'"),

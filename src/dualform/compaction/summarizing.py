@@ -17,10 +17,13 @@ from dualform.compaction.divisors import replayed_divisors
 from dualform.compaction.rounding import has_rows, read_rows, segments_of
 from dualform.layers import Site, positions, sample_major
 from dualform.ledger import Codec, Declaration, Ledger, Records, Shard, Stream
+from dualform.memory.blocks import as_matrix
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import stored_arrays, widths
+from dualform.read.step_gradients import step_gradients
 from dualform.recording.bases import MOST_ROWS, ROWS_A_DIRECTION, BookBases
 from dualform.recording.keep import ROWS, Policy, codec_for
+from dualform.recording.observer import is_due
 from dualform.recording.pages import StreamRows
 from dualform.recording.reduction import Reduced, Reducer, reducer_for
 
@@ -34,6 +37,8 @@ class Summarizing:
     """By the stream's name."""
     divisors: dict[str, dict[int, Tensor]] = field(default_factory=dict)
     """Of each book that is summarized, by step, where its optimizer divides."""
+    accounts: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """Of each book that is summarized, the gradients of some steps in its bases."""
     saved: int = 0
     """Bytes, as far as the first rows of each stream tell."""
     _names: dict[tuple[object, ...], str] = field(default_factory=dict)
@@ -42,7 +47,7 @@ class Summarizing:
     @classmethod
     def plan(cls, ledger: Ledger, keep: Mapping[str, Policy]) -> Summarizing:
         """The streams for which it pays."""
-        info, bases = ledger.info, BookBases()
+        info, bases = ledger.info, BookBases(renews=False)
         shapes = {book.name: book.shape for book in info.books}
         found = cls(ledger)
         for stream in info.layers:
@@ -56,6 +61,7 @@ class Summarizing:
                     found.reducers[stream.name] = reducer
                     found.saved += gain
         found._find_divisors(bases)
+        found._find_accounts(bases)
         return found
 
     def apply(
@@ -77,7 +83,7 @@ class Summarizing:
                         new[one.stream.name] = one
                         arrays |= _bases(one.stream.name, parts[0])
         if shard.rank == 0:
-            self._put_divisors(shard, arrays)
+            self._put_by_step(shard, arrays)
         declared.update(new)
         return list(new.values())
 
@@ -114,6 +120,23 @@ class Summarizing:
         for book in self.ledger.info.books:
             if book.name in bases.found and book.name in fed:
                 self.divisors[book.name] = replayed_divisors(accounting, book)
+
+    def _find_accounts(self, bases: BookBases) -> None:
+        """What audits hold the summaries against; of books all of whose rows become summaries."""
+        accounting = Accounting(self.ledger, self.ledger.last_step)
+        for book in self.ledger.info.books:
+            own = bases.found.get(book.name)
+            if own is None or own.outputs is None or own.inputs is None:
+                continue
+            if not self.reducers.keys() >= book.terms.keys():
+                continue
+            term, factors = next(iter(book.terms.values())), accounting.factors(book)
+            for step in filter(is_due, range(1, self.ledger.last_step + 1)):
+                found = step_gradients(accounting.reader, book, step, step).get(step)
+                if found is not None:
+                    gradient = as_matrix(found * float(factors[step - 1]), term.view, term.groups)
+                    kept = self.accounts.setdefault(book.name, {})
+                    kept[step] = own.project(gradient).float()
 
     def _reduce(
         self, reducer: Reducer, rows: StreamRows, order: tuple[int, int]
@@ -168,7 +191,13 @@ class Summarizing:
         names = (base if number == 1 else f"{base}@{number}" for number in count(1))
         return next(name for name in names if name not in taken)
 
-    def _put_divisors(self, shard: Shard, arrays: dict[str, list[Tensor]]) -> None:
+    def _put_by_step(self, shard: Shard, arrays: dict[str, list[Tensor]]) -> None:
+        """What is kept of some steps: divisors and accounts."""
+        for book, found in self.accounts.items():
+            steps = [step for step in found if shard.first <= step <= shard.last]
+            if steps and shard.rank == 0:
+                arrays[f"{book}/accounts"] = [found[step][None] for step in steps]
+                arrays[f"{book}/account_steps"] = [torch.tensor(steps)]
         for book, found in self.divisors.items():
             steps = [step for step in sorted(found) if shard.first <= step <= shard.last]
             if steps:

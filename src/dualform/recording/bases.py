@@ -43,7 +43,7 @@ def leading_directions(rows: Tensor, count: int) -> Tensor | None:
         return None
     rows = rows.float()
     generator = torch.Generator().manual_seed(width)  # the user's stays untouched
-    start = torch.randn(width, count, generator=generator, device="cpu")
+    start = torch.randn(width, count, generator=generator, dtype=torch.float32, device="cpu")
     found = _orthonormal(start.to(rows.device))
     for _ in range(ROUNDS):
         found = _orthonormal(rows.T @ (rows @ found))
@@ -79,6 +79,8 @@ class BookBases:
     """Whether the rows seen so far make the bases, however few: to see soon what these save."""
     wanted: dict[str, int] = field(default_factory=dict)
     """How many rows make the bases of a book that had to wait for them."""
+    renews: bool = True
+    """Whether bases are compared with those of later rows at all."""
     stale: set[str] = field(default_factory=set)
     """Books whose bases are compared with those of new rows, and renewed if these are better."""
     _steps: int = 0
@@ -122,7 +124,7 @@ class BookBases:
     def begin_step(self) -> bool:
         """A new step begins: bases that are ready are used; whether there are any."""
         self._steps += 1
-        if self._steps in RENEWED:
+        if self.renews and self._steps in RENEWED:
             self.stale = set(self.found)
         self.found |= self._ready
         new, self._ready = bool(self._ready), {}
