@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +63,8 @@ class Reducer:
     shapes: Mapping[str, tuple[int, ...]]
     """Of the site's parameters."""
     bases: BookBases
-    _cast: dict[tuple[Any, ...], Bases] = field(default_factory=dict)
-    """Bases as far as a row reaches, in the type of the errors; by book."""
+    _cast: dict[tuple[str, torch.dtype], tuple[Bases, Bases]] = field(default_factory=dict)
+    """The bases of each book, and the same as far as a row reaches, in the type of its errors."""
 
     def reduce(
         self, keys: Tensor, values: Tensor, order: Order, with_reach: bool
@@ -153,12 +153,12 @@ class Reducer:
 
     def _own(self, book: str, bases: Bases, term: Term, wide: _Wide) -> Bases:
         """The bases as far as the block of a row reaches, in the type of the errors."""
-        key = (book, id(bases), wide.dtype)
-        if key not in self._cast:
+        known = self._cast.get((book, wide.dtype))
+        if known is None or known[0] is not bases:
             (top, left), (height, width) = term.at, wide.sides(term.groups)
             part = bases.part(slice(top, top + height), slice(left, left + width))
-            self._cast[key] = part.to(wide.dtype)
-        return self._cast[key]
+            known = self._cast[book, wide.dtype] = (bases, part.to(wide.dtype))
+        return known[1]
 
     def _summary(self, book: str, term: Term, wide: _Wide, bases: Bases) -> Reduced:
         """(samples, k_o, k_i): `Uᵀ (Σ e ⊗ x) V` of each sample."""
