@@ -129,9 +129,9 @@ def _probe_blocks(
 def _probe_in_bases(a: Tensor, inner: Tensor | None, segments: int) -> tuple[Tensor, Tensor]:
     """For rows of a book that is summarized: a along U, times what b gives along V."""
     assert inner is not None
-    blocks = (a[:, :, None] * inner[:, 0, None]).flatten(1)
-    sizes = torch.linalg.vector_norm(blocks, dim=1).reshape(segments, -1)
-    return blocks.reshape(segments, -1, blocks.shape[1]).sum(1), sizes.sum(1)
+    left, right = (t.reshape(segments, -1, t.shape[1]) for t in (a, inner[:, 0]))
+    sizes = torch.linalg.vector_norm(left, dim=2) * torch.linalg.vector_norm(right, dim=2)
+    return (left.mT @ right).flatten(1), sizes.sum(1)
 
 
 def _probe_summaries(
