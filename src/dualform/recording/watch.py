@@ -16,6 +16,7 @@ from dualform.layers import (
     Finder,
     Hook,
     Seen,
+    Use,
     is_single,
     kinds,
     tensors_in,
@@ -223,6 +224,8 @@ class Watch:
             seen = None if trial is None or single else trial.observe(use)
             if batch is not None:
                 self._uses += 1
+                if seen is None and self._is_by_step(use):
+                    return
                 if self.automatic.is_open:
                     self.automatic.expect(use)
                 hook = when_errors_come(use, partial(self._backward, use, batch, self._uses, seen))
@@ -230,6 +233,10 @@ class Watch:
                     self._on_graphs.append((self.rows.step, hook))
         except Exception as error:
             self._guard.caught(FORWARD, error)
+
+    def _is_by_step(self, use: Seen) -> bool:
+        """Whether nobody needs the rows of a call, as far as that is known before they come."""
+        return isinstance(use, Use) and self._states.by_step.issuperset(use.site.terms)
 
     def _backward(
         self,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from dualform.private import version_of
 from dualform.recording.excerpts import Excerpts, differing
 from dualform.recording.messages import WeightSpan
 from dualform.recording.plan import Plan
+
+MOST_JOINED = 1 << 16
+"""Larger parameters are copied by themselves."""
 
 
 class StepCopies:
@@ -18,6 +22,8 @@ class StepCopies:
     def __init__(self, plan: Plan) -> None:
         self._parameters = plan.parameters
         self._last: dict[str, Tensor] = {}
+        self._joined: dict[tuple[str, ...], Tensor] = {}
+        """Books that were last looked at together, and all their elements then, end to end."""
 
     def hold(self, book: str) -> None:
         """Copies a book that has not been looked at yet."""
@@ -31,19 +37,46 @@ class StepCopies:
     def changes(self, books: Iterable[str]) -> dict[str, Tensor]:
         """How these books have changed since they were last looked at.
 
-        So what happened between two steps is not lost. Books that are not held are left out.
+        So what happened between two steps is not lost. Books that are not held are left out. Small
+        ones of a type are looked at together: on a GPU a call costs more than its arithmetic.
         """
-        changed = {}
+        groups: dict[object, list[str]] = {}
         for name in books:
             if name in self._last:
-                now = self._parameters[name].detach().clone()
-                changed[name], self._last[name] = now - self._last[name], now
+                p = self._parameters[name]
+                alone = p.numel() > MOST_JOINED
+                groups.setdefault(name if alone else (p.device, p.dtype), []).append(name)
+        joined, self._joined = self._joined, {}
+        changed: dict[str, Tensor] = {}
+        for names in groups.values():
+            changed |= self._changes(tuple(names), joined)
         return changed
+
+    def _changes(
+        self, names: tuple[str, ...], joined: Mapping[tuple[str, ...], Tensor]
+    ) -> dict[str, Tensor]:
+        """The same for books of one type."""
+        parameters = [self._parameters[name].detach() for name in names]
+        now = torch.cat([parameter.reshape(-1) for parameter in parameters])
+        then = joined.get(names)
+        if then is None:
+            then = torch.cat([self._last[name].reshape(-1) for name in names])
+        self._joined[names] = now
+        self._last |= _cut(names, now, parameters)
+        return _cut(names, now - then, parameters)
 
     def late_changes(self) -> dict[str, Tensor]:
         """The changes of all books that have changed."""
         found = self.changes(list(self._last))
-        return {name: change for name, change in found.items() if bool(change.any())}
+        flags = [change.any() for change in found.values()]
+        moved = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+        return {name: found[name] for name, is_moved in zip(found, moved, strict=True) if is_moved}
+
+
+def _cut(names: Iterable[str], joined: Tensor, like: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The parts of a vector in which tensors lie end to end, each in the shape of its tensor."""
+    parts = joined.split([tensor.numel() for tensor in like])
+    return {n: t.view(own.shape) for n, t, own in zip(names, parts, like, strict=True)}
 
 
 class SpanCopies:
