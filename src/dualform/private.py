@@ -52,6 +52,7 @@ NAMES = {
     "torch.nn.modules.batchnorm._BatchNorm": TORCH,
     "torch.nn.modules.dropout._DropoutNd": TORCH,
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": TORCH,
+    "torch._dynamo.eval_frame.OptimizedModule.dynamo_ctx": "torch 2.11.0 to 2.13.0",
     "torch.utils.data.DataLoader._iterator": TORCH,
     "transformers.PreTrainedConfig._attn_implementation": "transformers 5.22.2",
     "transformers.models.llama.modeling_llama.ALL_ATTENTION_FUNCTIONS": "transformers 5.22.2",
@@ -190,6 +191,16 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     True
     """
     return module._compiled_call_impl
+
+
+def compiled_like(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, compiled as `torch.compile` compiled a module. Public: nothing.
+
+    Its code is a copy: else torch would count it with what was compiled of other modules.
+    """
+    function.__code__ = function.__code__.replace()
+    compiled: Callable[..., Any] = module.dynamo_ctx(function)  # type: ignore[operator]
+    return compiled
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:

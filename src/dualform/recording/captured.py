@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +20,13 @@ from dualform.errors import RecorderFailedError
 from dualform.layers import Site, tensors_in
 from dualform.memory.forms import form_named
 from dualform.owners import Batch, Owners
-from dualform.private import before_compile, compiled_call, compiler_error, set_compiled_call
+from dualform.private import (
+    before_compile,
+    compiled_call,
+    compiled_like,
+    compiler_error,
+    set_compiled_call,
+)
 from dualform.recording.guard import FORWARD, Guard
 from dualform.recording.learning import (
     FOLLOWED,
@@ -90,6 +96,17 @@ class CapturedSite:
         self.tap = Tap(how, left, right, self._storage)
         self._places: list[tuple[slice, tuple[int, ...]]] = []
         """Where a probe holds what, and of which shape, for each sample."""
+
+    @property
+    def summary(self) -> Reduced | None:
+        """What is kept of its rows, if it is one summary a sample and nothing else."""
+        parts = self._kept.parts
+        return parts[0] if self.parts == (SUMMARY,) and parts[0].value_dims == 2 else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its rows were recorded in."""
+        return self._kept.dtype
 
     def _shapes(self) -> list[tuple[int, ...]]:
         """The shapes of what a probe holds of each sample, one after the other."""
@@ -261,6 +278,43 @@ class Pass(NamedTuple):
     probes: list[Tensor]
 
 
+class BundledSites:
+    """Sites that leave one summary a sample: what their probes were given is kept as one tensor."""
+
+    def __init__(self, sites: Sequence[CapturedSite]) -> None:
+        found = [(at, part) for at, site in enumerate(sites) if (part := site.summary) is not None]
+        kinds = [(sites[at].dtype, sites[at].tap.probe.device) for at, _ in found]
+        chosen = [own for own, kind in zip(found, kinds, strict=True) if kind == kinds[0]]
+        self._sites, self._parts = [sites[at] for at, _ in chosen], [part for _, part in chosen]
+        self.numbers = [at for at, _ in chosen]
+        """Which of the sites they are."""
+        self._is_placed = False
+
+    def write(self, probes: Sequence[Tensor], batch: Batch, rows: RowWriter) -> None:
+        """Writes the records of a forward pass, if it has left any."""
+        own = [probes[at] for at in self.numbers]
+        found = [probe.grad for probe in own]
+        if all(gradient is None for gradient in found):
+            return
+        if not self._is_placed:
+            self._place(rows)
+        whole = [
+            torch.zeros_like(probe) if gradient is None else gradient
+            for probe, gradient in zip(own, found, strict=True)
+        ]
+        rows.write_bundle(torch.cat(whole, 1).to(self._sites[0].dtype), batch)
+        for probe in own:
+            probe.grad = None
+
+    def _place(self, rows: RowWriter) -> None:
+        """Says where bundles have the records of each site."""
+        start, self._is_placed = 0, True
+        for site, part in zip(self._sites, self._parts, strict=True):
+            stop = start + math.prod(part.values.shape[1:])
+            rows.bundle(site.stream, part, site.dtype, slice(start, stop))
+            start = stop
+
+
 class _Depth(threading.local):
     value = 0
 
@@ -272,6 +326,7 @@ class CompiledCalls:
         self, model: nn.Module, sites: Sequence[CapturedSite], watcher: PassWatcher, guard: Guard
     ) -> None:
         self._model, self._sites, self._watcher, self._guard = model, sites, watcher, guard
+        self._bundled = BundledSites(sites)
         self._mode, self._depth = Capture(), _Depth()
         self._passes: list[Pass] = []
         self._largest, self._longest = 0, 0
@@ -284,6 +339,7 @@ class CompiledCalls:
             taps[site.kind] = site.tap
         self._wraps = before_compile(model) is not model
         self._inner: Any = model.forward if self._wraps else compiled_call(model)
+        self._tapped = self._compile_tapped() if self._wraps else self._run_tapped
         self._put(self._call)
 
     @property
@@ -306,6 +362,7 @@ class CompiledCalls:
     def collect(self, rows: RowWriter) -> None:
         """Writes the records that backward passes have left since it was called last."""
         for one in self._passes:
+            self._bundled.write(one.probes, one.batch, rows)
             for site, probe in zip(self._sites, one.probes, strict=True):
                 if probe.grad is not None:
                     site.write(probe.grad, one.batch, rows)
@@ -333,8 +390,7 @@ class CompiledCalls:
                 return self._inner(*args, **kwargs)
             depth.value = 1
             try:
-                with self._mode:
-                    return self._inner(*args, **kwargs)
+                return self._tapped(*args, **kwargs)
             except compiler_error() as error:
                 first = str(error).strip().partition("\n")[0]
                 problem = f"torch cannot compile the model together with what records it: {first}"
@@ -342,6 +398,24 @@ class CompiledCalls:
             finally:
                 depth.value = 0
             return self._inner(*args, **kwargs)
+
+    def _run_tapped(self, *args: Any, **kwargs: Any) -> Any:
+        with self._mode:
+            return self._inner(*args, **kwargs)
+
+    def _compile_tapped(self) -> Callable[..., Any]:
+        """The model with its taps, compiled as the model was.
+
+        The compiler sees how the mode is entered. So it is not there when the compiled code runs,
+        where it would cost a call for each function of torch.
+        """
+        model, mode = before_compile(self._model), self._mode
+
+        def tapped(*args: Any, **kwargs: Any) -> Any:
+            with mode:
+                return model(*args, **kwargs)
+
+        return compiled_like(self._model, tapped)
 
     def _begin(self, args: Any, kwargs: Any) -> bool:
         """Gives a forward pass its probes; whether it is recorded."""

@@ -40,6 +40,9 @@ class Page:
     The training thread fills it. Once it is handed over, nobody changes it until it is given back.
     """
 
+    is_reusable = True
+    """Whether other rows can be put into it once it was given back."""
+
     def __init__(self, x: Tensor, error: Tensor, order: Order) -> None:
         self.slot_type = (x.shape, error.shape, x.dtype, error.dtype, order)
         self.slot_bytes = x.nbytes + error.nbytes
@@ -149,7 +152,8 @@ class PagePool:
         """Takes pages whose rows are written, from any thread."""
         for page in pages:
             page.release()
-            self._returned.append(page)
+            if page.is_reusable:
+                self._returned.append(page)
 
     def forget(self) -> None:
         """Frees the memory of pages that wait."""

@@ -251,7 +251,7 @@ class StepRecorder:
     def forget(self) -> None:
         """Frees the memory of what will not be written."""
         self._steps = []
-        self.stages.watch.rows.streams.forget()
+        self.stages.watch.rows.forget()
 
     def receive(self) -> None:
         """Applies what the writer's thread has found."""

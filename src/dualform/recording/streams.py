@@ -20,6 +20,7 @@ from dualform.owners import UNCLEAR, Batch, BatchSamples, Owners, Sighting
 from dualform.recording.automatic import Automatic, RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
+from dualform.recording.bundle import Bundle, Place
 from dualform.recording.keep import ROWS
 from dualform.recording.pages import Order, Page, PagePool, PageWriter
 from dualform.recording.reached import Reached
@@ -208,6 +209,8 @@ class RowWriter:
         self.streams = Streams(parameters, known, keep, bases)
         self._states, self._owners, self._split = states, owners, split
         self._reached = Reached(parameters)
+        self._bundle, self._places = Bundle(), dict[int, Place]()
+        """Passes whose records lie in one tensor, and where that has those of each stream."""
         self.step = step
         """The step under way."""
         self.bytes = 0
@@ -309,6 +312,16 @@ class RowWriter:
             given = (part.keys, part.values, part.order)
             self.bytes += summary.pages.write(self.step, samples, *given, reach=part.reach)
 
+    def bundle(self, stream: StreamWriter, part: Reduced, dtype: torch.dtype, at: slice) -> None:
+        """From now on, bundles have the summaries of a layer in these columns."""
+        summary = self.streams.of_summary(stream, part, dtype)
+        height, width = part.values.shape[1:]
+        self._places[id(summary)] = Place(at, (height, width))
+
+    def write_bundle(self, records: Tensor, batch: Batch) -> None:
+        """Writes the summaries of all layers that have a place in bundles."""
+        self.bytes += self._bundle.add(self.step, self._samples(batch), records)
+
     def _samples(self, batch: Batch) -> BatchSamples:
         """Whose records are written."""
         if (batch.whole or batch).ids is None:
@@ -319,11 +332,19 @@ class RowWriter:
     def is_midway(self) -> bool:
         """Whether the step under way has rows already."""
         pages = [page for stream in self.streams.all for page in stream.pages.pages[-1:]]
-        return any(page.marks[-1][0] == self.step for page in pages if page.marks)
+        marks = [*(page.marks for page in pages), self._bundle.marks]
+        return any(filled[-1][0] == self.step for filled in marks if filled)
 
     def peek(self) -> list[tuple[OpenStream, list[Page]]]:
         """The pages of each stream, without taking them."""
-        return [(stream.opened, stream.pages.pages) for stream in self.streams.all]
+        return [
+            (stream.opened, [*stream.pages.pages, *self._bundled(stream, self._bundle)])
+            for stream in self.streams.all
+        ]
+
+    def _bundled(self, stream: StreamWriter, bundle: Bundle) -> Sequence[Page]:
+        place = self._places.get(id(stream))
+        return () if place is None else bundle.pages(place)
 
     def take(self) -> tuple[tuple[OpenStream, tuple[Page, ...]], ...]:
         """The pages of each stream; `pool.give_back` them once they are written.
@@ -342,7 +363,16 @@ class RowWriter:
                         order = page.slot_type[4]
                         given = (x, error, order, shared, reach)
                         self.bytes += stream.pages.write(step, samples, *given)
-        return tuple([(stream.opened, pages) for stream, pages in taken])
+        bundle, self._bundle = self._bundle.split(self.step)
+        self.bytes += sum(records.nbytes for records in self._bundle.passes)
+        return tuple(
+            [(stream.opened, (*pages, *self._bundled(stream, bundle))) for stream, pages in taken]
+        )
+
+    def forget(self) -> None:
+        """Frees the memory of what will not be written."""
+        self._bundle.clear()
+        self.streams.forget()
 
     def end_step(self) -> None:
         """The optimizer has stepped; what comes belongs to the next step."""
