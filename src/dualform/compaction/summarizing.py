@@ -25,7 +25,8 @@ from dualform.recording.bases import MOST_ROWS, ROWS_A_DIRECTION, BookBases
 from dualform.recording.keep import ROWS, Policy, codec_for
 from dualform.recording.observer import is_due
 from dualform.recording.pages import StreamRows
-from dualform.recording.reduction import Reduced, Reducer, reducer_for
+from dualform.recording.reduction import Reducer, reducer_for
+from dualform.recording.repeated import Reduced
 
 
 @dataclass

@@ -32,6 +32,7 @@ from dualform.recording.messages import Findings, Handover, Pages, RecordedStep,
 from dualform.recording.plan import Plan
 from dualform.recording.reconcile import Reconciler, unlike
 from dualform.recording.streams import OpenStream
+from dualform.recording.transfer import to_host
 
 Arrays: TypeAlias = dict[str, list[Tensor]]
 """What a block holds: for each name, parts of one array."""
@@ -329,11 +330,3 @@ def _step_arrays(steps: Sequence[RecordedStep], factors: Tensor) -> Arrays:
             arrays.setdefault(f"{book}/divisors", []).append(to_host(divisor[None]))
             arrays.setdefault(f"{book}/divisor_steps", []).append(torch.tensor([step.number]))
     return arrays
-
-
-def to_host(array: Tensor) -> Tensor:
-    """The array in main memory; through pinned memory where it comes from an accelerator."""
-    if not array.is_cuda:
-        return array.cpu()
-    host = torch.empty(array.shape, dtype=array.dtype, pin_memory=True)
-    return host.copy_(array)

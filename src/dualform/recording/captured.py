@@ -38,7 +38,7 @@ from dualform.recording.learning import (
     Learned,
     Learning,
 )
-from dualform.recording.reduction import Reduced
+from dualform.recording.repeated import Reduced
 from dualform.recording.streams import RowWriter, StreamWriter
 from dualform.recording.taps import (
     ALONG,

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Background, LedgerWriter
-from dualform.recording.bookkeeping import Bookkeeper, to_host
+from dualform.recording.bookkeeping import Bookkeeper
 from dualform.recording.messages import Findings, Handover
 from dualform.recording.pages import PagePool
+from dualform.recording.transfer import to_host
 
 HANDOVER_BYTES = 32 << 20
 """Hand-overs are large, so that the writer's thread seldom needs the interpreter.

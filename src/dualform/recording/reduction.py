@@ -9,11 +9,10 @@ known, its rows are kept as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,59 +26,13 @@ from dualform.memory.summary import Bases
 from dualform.recording.bases import MOST_ROWS, BookBases
 from dualform.recording.keep import ROWS, STEPS, Policy, Summaries
 from dualform.recording.pages import Order
+from dualform.recording.repeated import Reduced, Repeated, repeated
 
 TRITON = find_spec("triton") is not None
 WIDEST = 8192
 """Rows of more numbers than these are added up by torch's own operations."""
 LARGEST_IN_GROUPS = 8
 """Weights in groups are kept whole, if they have at most so many times the numbers of a summary."""
-
-
-class Reduced(NamedTuple):
-    """What is kept of the rows of one use for one book."""
-
-    book: str
-    term: Term
-    keys: Tensor
-    values: Tensor
-    order: Order
-    key_dims: int
-    value_dims: int
-    bases: Bases | None
-    """None for sums of an offset or a scale."""
-    numbers: str
-    """The policy by which the records are stored."""
-    reach: Tensor | None = None
-    """The sum of the sizes of all terms, number by number, of an offset or a scale."""
-
-
-class Repeated(NamedTuple):
-    """How a use of a weight is reduced where the one before it had the same shapes and bases.
-
-    A training loop makes the same calls in every step. What `Reducer` finds out of one holds for
-    the next, which then costs three products.
-    """
-
-    shape: tuple[torch.Size, torch.Size, torch.dtype, Order]
-    """Shapes of keys and values, their type, and the order of rows."""
-    like: Reduced
-    """The last record, without its summaries."""
-    U: Tensor
-    V: Tensor
-
-    def records(
-        self, keys: Tensor, values: Tensor, order: Order, bases: BookBases
-    ) -> list[Reduced] | None:
-        """The records of a use; None where it has to be looked at anew."""
-        book, like = self.like.book, self.like
-        if self.shape != (keys.shape, values.shape, values.dtype, order):
-            return None
-        if keys.dtype != values.dtype or book in bases.stale or bases.found[book] is not like.bases:
-            return None
-        a = (values.reshape(-1, len(self.U)) @ self.U).view(order[0], -1, self.U.shape[1])
-        b = (keys.reshape(-1, len(self.V)) @ self.V).view(order[0], -1, self.V.shape[1])
-        summaries = a.mT @ b
-        return [like._replace(values=summaries.to(_at_least_32_bits(summaries)))]
 
 
 @dataclass(frozen=True)
@@ -105,9 +58,9 @@ class Reducer:
         The reach of offsets and scales is only added up where it is asked for.
         """
         if self._last and not with_reach:
-            again = self._last[0].records(keys, values, order, self.bases)
-            if again is not None:
-                return again
+            records = self._last[0].records(keys, values, order, self.bases)
+            if records is not None:
+                return records
         samples, stretch = order
         x = sample_major(keys[None], samples, stretch, self.site.key_dims)
         e = sample_major(values[None], samples, stretch, self.site.value_dims)
@@ -128,27 +81,10 @@ class Reducer:
             if part is None:
                 return None
             found.append(part)
-        self._last[:] = self._repeated(keys, values, order, found)
+        own = self._cast.get((found[0].book, values.dtype))
+        again = own and repeated(keys, values, order, found, own[1], self.stream)
+        self._last[:] = [again] if again else []
         return found
-
-    def _repeated(
-        self, keys: Tensor, values: Tensor, order: Order, found: Sequence[Reduced]
-    ) -> list[Repeated]:
-        """How uses of this shape are reduced from now on: by three products, if that is all."""
-        (samples, stretch), [part, *others] = order, found
-        bases = part.bases
-        if others or self.stream.layout or bases is None or part.value_dims != 2:
-            return []
-        own = self._cast.get((part.book, values.dtype))
-        placed = part.term.at != self.site.terms[part.book].at
-        if own is None or placed or bases.outputs is None or bases.inputs is None:
-            return []
-        sides = (own[1].outputs, own[1].inputs)
-        is_sorted = samples * stretch * values.shape[-1] == values.numel()
-        plain = is_sorted and keys.dtype == values.dtype and part.term.groups == 1
-        shape = (keys.shape, values.shape, values.dtype, order)
-        none = part._replace(values=part.values[:0])
-        return [Repeated(shape, none, *sides)] if plain else []
 
     def awaits_bases(self) -> bool:
         """Whether a weight or a table has no bases yet."""
@@ -222,7 +158,6 @@ class Reducer:
             summaries = wide.by_groups(term.groups)
         else:
             summaries = wide.along_errors(own.outputs).mT @ wide.along_inputs(own.inputs)
-        summaries = summaries.to(_at_least_32_bits(summaries))
         height, width = matrix_shape(self.shapes[book], term.view, term.groups)
         if bases.outputs is None:
             summaries = _placed(summaries.mT, top, height).mT

@@ -125,8 +125,8 @@ class StepRecorder:
         """
         if self._may_nest and is_nested(optimizer):
             return False
-        self.stages.watch.collect()
         if due := self.stages.schedule.due:  # held back until what came after the step is known
+            self.stages.watch.collect()
             self._book_late_changes()
             self.hand_over(*due)
         self.receive()

@@ -24,7 +24,8 @@ from dualform.recording.bundle import Bundle, Place
 from dualform.recording.keep import ROWS
 from dualform.recording.pages import Order, Page, PagePool, PageWriter
 from dualform.recording.reached import Reached
-from dualform.recording.reduction import Reduced, Reducer, reducer_for
+from dualform.recording.reduction import Reducer, reducer_for
+from dualform.recording.repeated import Reduced
 
 
 @dataclass(frozen=True, slots=True)

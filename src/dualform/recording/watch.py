@@ -224,10 +224,10 @@ class Watch:
             seen = None if trial is None or single else trial.observe(use)
             if batch is not None:
                 self._uses += 1
-                if seen is None and self._is_by_step(use):
-                    return
                 if self.automatic.is_open:
                     self.automatic.expect(use)
+                if seen is None and self._is_by_step(use):
+                    return None
                 hook = when_errors_come(use, partial(self._backward, use, batch, self._uses, seen))
                 if len(outputs) > 1 and hook is not None:
                     self._on_graphs.append((self.rows.step, hook))

@@ -22,6 +22,7 @@ class StepCopies:
     def __init__(self, plan: Plan) -> None:
         self._parameters = plan.parameters
         self._last: dict[str, Tensor] = {}
+        """What was copied of each book; later copies may be among those that lie together."""
         self._joined: dict[tuple[str, ...], Tensor] = {}
         """Books that were last looked at together, and all their elements then, end to end."""
 
@@ -46,24 +47,26 @@ class StepCopies:
                 p = self._parameters[name]
                 alone = p.numel() > MOST_JOINED
                 groups.setdefault(name if alone else (p.device, p.dtype), []).append(name)
-        joined, self._joined = self._joined, {}
+        together = [tuple(names) for names in groups.values()]
+        if self._joined.keys() != set(together):
+            for names, values in self._joined.items():
+                self._last |= self._cut(names, values)
+            self._joined = {
+                names: torch.cat([self._last[name].reshape(-1) for name in names])
+                for names in together
+            }
         changed: dict[str, Tensor] = {}
-        for names in groups.values():
-            changed |= self._changes(tuple(names), joined)
+        for names in together:
+            now = torch.cat([self._parameters[name].detach().reshape(-1) for name in names])
+            changed |= self._cut(names, now - self._joined[names])
+            self._joined[names] = now
         return changed
 
-    def _changes(
-        self, names: tuple[str, ...], joined: Mapping[tuple[str, ...], Tensor]
-    ) -> dict[str, Tensor]:
-        """The same for books of one type."""
-        parameters = [self._parameters[name].detach() for name in names]
-        now = torch.cat([parameter.reshape(-1) for parameter in parameters])
-        then = joined.get(names)
-        if then is None:
-            then = torch.cat([self._last[name].reshape(-1) for name in names])
-        self._joined[names] = now
-        self._last |= _cut(names, now, parameters)
-        return _cut(names, now - then, parameters)
+    def _cut(self, names: Sequence[str], joined: Tensor) -> dict[str, Tensor]:
+        """The parts of a vector in which books lie end to end, each in the shape of its book."""
+        shapes = [self._parameters[name].shape for name in names]
+        parts = torch.split(joined, [shape.numel() for shape in shapes])
+        return {n: t.view(shape) for n, t, shape in zip(names, parts, shapes, strict=True)}
 
     def late_changes(self) -> dict[str, Tensor]:
         """The changes of all books that have changed."""
@@ -71,12 +74,6 @@ class StepCopies:
         flags = [change.any() for change in found.values()]
         moved = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
         return {name: found[name] for name, is_moved in zip(found, moved, strict=True) if is_moved}
-
-
-def _cut(names: Iterable[str], joined: Tensor, like: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The parts of a vector in which tensors lie end to end, each in the shape of its tensor."""
-    parts = joined.split([tensor.numel() for tensor in like])
-    return {n: t.view(own.shape) for n, t, own in zip(names, parts, like, strict=True)}
 
 
 class SpanCopies:

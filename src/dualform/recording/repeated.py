@@ -1,0 +1,115 @@
+"""Summaries of calls that are made again and again, in three products each.
+
+A training loop makes the same calls in every step. What a `Reducer` finds out of the shapes of one
+call holds for the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dualform.ledger import Stream, Term
+from dualform.memory.summary import Bases
+from dualform.recording.bases import BookBases
+from dualform.recording.pages import Order
+
+ALIGNED, WIDE = 16, 4096
+"""Where rows of at least so many numbers do not begin at multiples of so many bytes, see `aligned`.
+"""
+
+
+class Reduced(NamedTuple):
+    """What is kept of the rows of one use for one book."""
+
+    book: str
+    term: Term
+    keys: Tensor
+    values: Tensor
+    order: Order
+    key_dims: int
+    value_dims: int
+    bases: Bases | None
+    """None for sums of an offset or a scale."""
+    numbers: str
+    """The policy by which the records are stored."""
+    reach: Tensor | None = None
+    """The sum of the sizes of all terms, number by number, of an offset or a scale."""
+
+
+class Repeated(NamedTuple):
+    """How a use of a weight is reduced if the one before it had the same shapes and bases."""
+
+    shape: tuple[torch.Size, torch.Size, torch.dtype, Order]
+    """Shapes of keys and values, their type, and the order of rows."""
+    like: Reduced
+    """The last record, without its summaries."""
+    U: Tensor
+    V: Tensor
+    together: tuple[int, int] = (1, 1)
+    """How many errors, and how many inputs, the bases are for: see `aligned`."""
+
+    def records(
+        self, keys: Tensor, values: Tensor, order: Order, bases: BookBases
+    ) -> list[Reduced] | None:
+        """The records of a use; None where it has to be looked at anew."""
+        book, like = self.like.book, self.like
+        if self.shape != (keys.shape, values.shape, values.dtype, order):
+            return None
+        if keys.dtype != values.dtype or book in bases.stale or bases.found[book] is not like.bases:
+            return None
+        a, b = (
+            (rows.reshape(-1, len(basis)) @ basis).view(order[0], -1, basis.shape[1] // together)
+            for rows, basis, together in (
+                (values, self.U, self.together[0]),
+                (keys, self.V, self.together[1]),
+            )
+        )
+        return [like._replace(values=a.mT @ b)]
+
+
+def repeated(
+    keys: Tensor,
+    values: Tensor,
+    order: Order,
+    found: Sequence[Reduced],
+    own: Bases,
+    stream: Stream,
+) -> Repeated | None:
+    """How the next use can be reduced, after one of which these records were made.
+
+    `own` are the bases as far as a row reaches, in the type of the errors. None where the records
+    are more than one summary a sample, or rows have to be sorted first.
+    """
+    part, *others = found
+    bases, (samples, stretch) = part.bases, order
+    if others or stream.layout or part.value_dims != 2 or part.term.groups > 1:
+        return None
+    if bases is None or own.outputs is None or own.inputs is None or keys.dtype != values.dtype:
+        return None
+    rows = values.numel() // values.shape[-1]
+    if samples * stretch != rows:
+        return None
+    (U, errors), (V, inputs) = aligned(own.outputs, rows), aligned(own.inputs, rows)
+    shape = (keys.shape, values.shape, values.dtype, order)
+    return Repeated(shape, part._replace(values=part.values[:0]), U, V, (errors, inputs))
+
+
+def aligned(basis: Tensor, rows: int) -> tuple[Tensor, int]:
+    """A basis for several rows at once, and for how many; on a GPU, where that is faster.
+
+    A GPU multiplies 16-bit rows several times as fast if each begins at a multiple of 16 bytes.
+    Rows of 50,257 words do not, but every eighth does: as one long row, eight of them are
+    multiplied by a matrix that has the basis eight times along its diagonal.
+
+    >>> aligned(torch.ones(3, 2), 8)[1]
+    1
+    """
+    together = ALIGNED // math.gcd(ALIGNED, len(basis) * basis.itemsize)
+    if not basis.is_cuda or basis.itemsize > 2 or len(basis) < WIDE or rows % together:
+        return basis, 1
+    return torch.block_diag(*[basis] * together), together  # type: ignore[no-untyped-call]
