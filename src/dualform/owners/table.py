@@ -68,7 +68,8 @@ class Owners:
         chosen = [x for x in inputs if has_samples(x, batch.size)]
         if not chosen or int(batch.sample_of().max()) == 0:
             return None
-        return Trial(batch, chosen, self._usual, self._passes)
+        trained = {name for name, p in self._parameters.items() if p.requires_grad}
+        return Trial(batch, chosen, self._usual, self._passes, frozenset(trained) - dropped)
 
     def _is_due(self, dropped: frozenset[str]) -> bool:
         trained = [name for name, p in self._parameters.items() if p.requires_grad]

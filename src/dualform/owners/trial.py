@@ -69,8 +69,17 @@ class Proposal:
 class Trial:
     """One experiment: a forward pass, from the model's inputs to the findings for its calls."""
 
-    def __init__(self, batch: Batch, inputs: Sequence[Tensor], usual: int, seed: int) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        inputs: Sequence[Tensor],
+        usual: int,
+        seed: int,
+        wanted: frozenset[str] | None = None,
+    ) -> None:
         self._draw = random.Random(seed)
+        self._unseen = wanted
+        """Books that no call has used yet; None where that is not known."""
         self.sample_of = batch.sample_of()
         self._samples, self._places = int(self.sample_of.max()) + 1, len(self.sample_of)
         self._members = codes(self._samples, self._draw)
@@ -115,7 +124,7 @@ class Trial:
 
         Where those say nothing, its outputs stand in for the errors that will come back there.
         """
-        found = self._sight(use, None)
+        outputs, found = use.outputs, self._sight(use, None)
         if not all(sighting.changed.any() for sighting in found):
             found = self._sight(use, list(use.outputs))
             if isinstance(use, Use) and len(found) == 1 and found[0].unmoved:
@@ -125,7 +134,18 @@ class Trial:
         if self._proposals and len(self._axes) == 1:
             with outside():
                 self._refute(found)
+        self._end_early(found, outputs)
         return found
+
+    def _end_early(self, found: Sequence[Sighting], outputs: Sequence[Tensor]) -> None:
+        """Lets the worlds go where all books were seen, and nobody can follow what comes next.
+
+        So they take no memory while a loss is computed of what was too large for them.
+        """
+        if self._unseen is not None:
+            self._unseen = self._unseen.difference(*[sighting.site.terms for sighting in found])
+            if not self._unseen and all(bool(self.twins.lost(out).all()) for out in outputs):
+                self.twins.clear()
 
     def _sight(self, use: Seen, errors: Sequence[Tensor] | None) -> list[Sighting]:
         with torch.no_grad():

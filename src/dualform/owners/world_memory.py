@@ -12,10 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dualform.private import storage_key
 
 HOST_BYTES = 2 << 30
-"""How much memory all worlds together may take, at most."""
-DEVICE_BYTES = 1 << 29
-"""On a GPU they may take so much."""
-DEVICE_SHARE = 100
+"""How much memory all worlds together may take on a CPU."""
+DEVICE_SHARE = 50
 """On a GPU they may take the device's memory divided by this, if that is more, and never more than
 half of what is free: a forward pass has room for as much as the backward pass will need."""
 OPERATION_SHARE = 4
@@ -209,7 +207,7 @@ def room_for(tensor: Tensor) -> int:
     if not tensor.is_cuda:
         return HOST_BYTES
     free, total = torch.cuda.mem_get_info(tensor.device)
-    return min(free // 2, HOST_BYTES, max(DEVICE_BYTES, total // DEVICE_SHARE))
+    return min(free // 2, max(HOST_BYTES, total // DEVICE_SHARE))
 
 
 def key_of(tensor: Tensor) -> int:
