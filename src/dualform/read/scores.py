@@ -174,7 +174,7 @@ class Scores(Amounts):
 
 @dataclass(frozen=True)
 class Ranked:
-    """One line of a ranking. Rows also know their step and position.
+    """One line of a ranking. Rows also know their step and position, and some their layer.
 
     >>> Ranked("q", 7, None, 0.5, step=3, position=0)
     Ranked(query='q', id=7, value=0.5, step=3, position=0)
@@ -186,6 +186,7 @@ class Ranked:
     value: float
     step: int | None = None
     position: int | None = None
+    layer: str | None = None
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if value is not None}
@@ -247,9 +248,9 @@ class Ranking(Displayed):
     @property
     def table(self) -> Table:
         """The lines of the first queries as a rich table, without a title."""
-        names = ["query", "id", "label", "value", "step", "position"]
+        names = ["query", "id", "label", "value", "step", "layer", "position"]
         shown = [n for n in names if any(getattr(row, n) is not None for row in self.rows)]
-        table = columns(shown, words=("query", "id", "label", "position"))
+        table = columns(shown, words=("query", "id", "label", "layer", "position"))
         first = set(list(dict.fromkeys(self._queries))[:SHOWN])
         for row in (row for row in self.rows if row.query in first):
             cells = {name: getattr(row, name) for name in shown} | {"value": signed(row.value)}

@@ -19,7 +19,13 @@ from dualform.errors import ReadingError, UnknownLayerError
 from dualform.ledger import Book, Ledger, Stream, Term
 from dualform.memory import Memory
 from dualform.memory.forms import form_named
-from dualform.read.contributions import AnswerSums, LargestRows, LayerRows, Source
+from dualform.read.contributions import (
+    AnswerSums,
+    LargestRows,
+    LayerRows,
+    RowQuestions,
+    Source,
+)
 from dualform.read.display import Displayed, columns, framed, signed
 from dualform.read.grouping import BySample, ByStep, Grouping
 from dualform.read.key_rows import KeySimilarity, StoredRows
@@ -215,6 +221,11 @@ class Reading(Displayed):
         note = f"12 of {len(self.names)} queries shown" if len(self.names) > 12 else ""
         what = "its output" if self.queries.complete else "what its recorded offset adds"
         return framed(f"layer {self.layer}: {what}, and what it is made of", table, note)
+
+    @property
+    def row_questions(self) -> list[RowQuestions]:
+        """What the queries ask of each row."""
+        return [self._rows.asked]
 
     @cached_property
     def _rows(self) -> LayerRows:
