@@ -17,6 +17,7 @@ from dualform.ledger.samples import Label, SampleId
 from dualform.read.display import (
     Amounts,
     Displayed,
+    attributed_words,
     columns,
     framed,
     matplotlib_axes,
@@ -49,6 +50,20 @@ class Check:
     steps: Array
     remainder: Array
     total: Array
+
+    @property
+    def attributed(self) -> Array:
+        """(queries,): the share of what training changed that is attributed to samples.
+
+        Of the sizes of both parts, the evidence of samples and what belongs to none (`steps`).
+
+        >>> Check(*(np.array([x]) for x in (0.5, 0.75, 0.25, 0.0, 1.5))).attributed
+        array([0.75])
+        """
+        samples, nobody = np.abs(self.evidence), np.abs(self.steps)
+        whole = samples + nobody
+        found: Array = np.divide(samples, whole, out=np.ones_like(whole), where=nobody > 0)
+        return found
 
     def lines(self, query: int) -> dict[str, float]:
         """The parts for one query, in the order in which they are added up."""
@@ -266,4 +281,6 @@ def _sum_line(check: Check | None) -> str:
     if not check.steps.any():
         del parts[BY_STEP]
     summed = " ".join(f"{signed(value)} ({name})" for name, value in parts.items())
-    return f"first query: {summed} = {signed(total)}"
+    line = f"first query: {summed} = {signed(total)}"
+    share = float(check.attributed[0])
+    return line if share == 1 else f"{line}\n{attributed_words(share)}"
