@@ -33,7 +33,7 @@ from dualform.read.spotlight import Spotlight, nothing_by_row, unknown_layer
 from dualform.read.suspicion import make_suspicion
 from dualform.read.targets import Target
 from dualform.read.timeline import Bins, Timeline
-from dualform.read.weights import reconstruct, row_parts
+from dualform.read.weights import reconstruct, row_parts, weights_near
 from dualform.read.zoom import Zoom, make_zoom
 
 NOTHING_YET = "none committed yet: recorder.checkpoint() commits what is recorded so far"
@@ -237,8 +237,8 @@ class Run(Displayed):
     ) -> Zoom:
         """The rows of a few samples (tokens, patches, time steps), by running their visits again.
 
-        Each is run on a copy of the model, with the weights that its step saw, or with summaries
-        the nearest that were kept; the result says how near, and how well its rows agree.
+        Each is run on a copy of the model, with the weights that its step saw; with summaries,
+        between those that were kept around it. The result says how near, and how well rows agree.
 
         Args:
             model: the trained model, in the mode (`train` or `eval`) in which the samples are run.
@@ -249,11 +249,11 @@ class Run(Displayed):
         who = (self._numbers(ids), plain_list(ids))
         return make_zoom(self.source, self._weights_near, *who, model, loss, steps, layers)
 
-    def _weights_near(self, step: int) -> tuple[int, dict[str, Tensor]]:
-        """Weights after a step, or the nearest that are known; and after which step they are."""
+    def _weights_near(self, step: int) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+        """Weights after a step, or as near to it as they are known; and after which steps."""
         if any(map(self._ledger.is_summarized, self.info.books)):
-            step = min(self._ledger.kept_steps, key=lambda kept: abs(kept - step))
-        return step, self.at(step)._weights
+            return weights_near(self._ledger, step)
+        return (step,), self.at(step)._weights
 
     def suspicion(self, layer: str | None = None) -> Scores:
         """`mean ‖e‖` over a sample's rows: how large the errors were that came back to a layer.

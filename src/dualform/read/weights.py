@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import UnknownStepError
-from dualform.ledger import Book, Stream
+from dualform.ledger import Book, Ledger, Stream
 from dualform.ledger.format import BUFFER
 from dualform.ledger.reader import values_by_step
 from dualform.memory.blocks import Sides
@@ -311,3 +311,22 @@ def share_left(lost: Sequence[float], sizes: Sequence[float]) -> float:
     """
     size = math.hypot(*sizes)
     return max(0.0, 1.0 - math.hypot(*lost) / size) if size else 1.0
+
+
+def weights_near(ledger: Ledger, step: int) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+    """Weights after a step: as kept, or on the line between those kept before it and after it.
+
+    Also the steps after which they were kept, one or two.
+    """
+    kept = ledger.kept_steps
+    before, after = max(k for k in kept if k <= step), [k for k in kept if k > step][:1]
+    if before == step or not after:
+        return (before,), ledger.weights(before)
+    share = (step - before) / (after[0] - before)
+    first, last = ledger.weights(before), ledger.weights(after[0])
+    between = {
+        name: torch.lerp(first[name], last[name], share)
+        for name in first
+        if first[name].is_floating_point()
+    }
+    return (before, *after), first | between

@@ -40,8 +40,8 @@ NEAR = 0.9
 SHOWN = 12
 """How many visits are printed."""
 
-WeightsNear: TypeAlias = Callable[[int], tuple[int, Mapping[str, Tensor]]]
-"""Weights after a step, or as near to it as they are known; and after which step they are."""
+WeightsNear: TypeAlias = Callable[[int], tuple[tuple[int, ...], Mapping[str, Tensor]]]
+"""Weights after a step, or as near to it as they are known; and after which steps they are."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +100,7 @@ class Zoom(Displayed):
             return ""
         away = max(visit.distance for visit in low)
         why = (
-            f"their weights are up to {away:,} steps away from those of the visit; "
+            f"the nearest weights that were kept are up to {away:,} steps away; "
             "recorder.checkpoint() keeps more of them"
             if away
             else "the weights are those of training, so the loss or its data is another one, or "
@@ -144,15 +144,20 @@ class Zoom(Displayed):
         for visit in self.visits[:SHOWN]:
             rows = sum(map(len, visit.layers.values()))
             least = visit.layers[visit.furthest].agreement.cosine if visit.furthest else 1.0
-            cells = [str(visit.id), f"{visit.step:,}", f"{visit.weights_after:,}"]
+            cells = [
+                str(visit.id),
+                f"{visit.step:,}",
+                " – ".join(f"{kept:,}" for kept in visit.weights_after),
+            ]
             cells += [f"{visit.distance:,}", f"{rows:,}", f"{visit.agreement.cosine:.4f}"]
             cells += [f"{visit.scale:.4g}", f"{visit.furthest} {least:.4f}"]
             table.add_row(*map(Text, cells))
         count = len(self.visits)
         notes = [f"{SHOWN} of {count:,} visits shown"] if count > SHOWN else []
         notes += [
-            "agreement: of the rows with what the run has kept of the visit (1: the same); least: "
-            "the layer that agrees least"
+            "weights after: the steps whose weights were used, or a point between them; distance: "
+            "in steps, to the nearest; agreement: of the rows with what the run has kept of the "
+            "visit (1: the same); least: the layer that agrees least"
         ]
         notes += [self.warning] if self.warning else []
         return framed("samples run again, row by row", table, "\n".join(notes))
@@ -249,7 +254,7 @@ def _visits(
 def _zoomed(
     ledger: Ledger,
     visit: _Visit,
-    weights_after: int,
+    weights_after: tuple[int, ...],
     rows: Mapping[str, Sequence[SampleRows]],
     entries: VisitEntries,
 ) -> ZoomedVisit:

@@ -84,7 +84,7 @@ class ZoomedVisit:
     >>> loss = lambda model, ids: model(x[ids]).square().sum()
     >>> visit = run.zoom([3], model, loss).visits[0]
     >>> visit.id, visit.step, visit.weights_after, visit.distance
-    (3, 1, 0, 0)
+    (3, 1, (0,), 0)
     """
 
     id: SampleId
@@ -92,19 +92,20 @@ class ZoomedVisit:
     """The stored id."""
     step: int
     """The step that saw the sample."""
-    weights_after: int
-    """The step after which the weights are those that it was run with."""
+    weights_after: tuple[int, ...]
+    """The steps after which the weights were kept that it was run with; between two if there are.
+    """
     layers: Mapping[str, ZoomedLayer]
     scale: float = 1.0
     """What errors were multiplied by to be in the run's units: 1 / batch size, a loss scale, …"""
 
     @property
     def distance(self) -> int:
-        """How many steps lie between these weights and those of the visit; 0 if they are the same.
+        """How many steps the nearest of these weights are away from the visit; 0 for its own.
 
         A step sees the weights that the step before it left.
         """
-        return abs(self.weights_after - (self.step - 1))
+        return min(abs(kept - (self.step - 1)) for kept in self.weights_after)
 
     @cached_property
     def agreement(self) -> Agreement:
