@@ -134,7 +134,7 @@ class Zoom(Displayed):
             "id",
             "step",
             "weights after",
-            "steps between",
+            "distance",
             "rows",
             "agreement",
             "factor",
