@@ -21,7 +21,7 @@ from dualform.read.contributions import RowQuestions, Source
 from dualform.read.display import Amounts, framed, matplotlib_axes, pandas_frame, signed
 from dualform.read.explain import Explanation
 from dualform.read.questions import seen_as
-from dualform.read.scores import Array, Ranked, Ranking, Scores
+from dualform.read.scores import Array, Ranked, Ranking, Scores, strongest_lines
 from dualform.read.spotlight import Reading
 from dualform.read.zoomed import ZoomedLayer, ZoomedVisit
 
@@ -120,11 +120,11 @@ class RowContributions(Amounts):
 
     def top(self, k: int = 10) -> Ranking:
         """The k rows that contribute most, for each query."""
-        return self._ranked(k, "largest")
+        return self._ranked(k, descending=True)
 
     def bottom(self, k: int = 10) -> Ranking:
         """The k rows that contribute least (most against), for each query."""
-        return self._ranked(k, "smallest")
+        return self._ranked(k, descending=False)
 
     def positions(self, layer: str | None = None) -> Scores:
         """Contributions by sample and position, summed over visits: tokens, patches, time steps.
@@ -182,17 +182,11 @@ class RowContributions(Amounts):
         title = f"contributions by row: the largest of {len(self.places):,}"
         return framed(title, best.table, "\n".join(note for note in notes if note))
 
-    def _ranked(self, k: int, which: str) -> Ranking:
-        if k < 1:
-            raise ReadingError(f"k={k}: ask for at least one row.")
-        signs = -self.values if which == "largest" else self.values
-        order = np.argsort(signs, axis=0, kind="stable")
-        rows = [
-            self._row(int(at), query)
-            for query in range(len(self.queries))
-            for at in order[:k, query]
-        ]
-        return Ranking(rows, f"contributions by row, {which} first")
+    def _ranked(self, k: int, descending: bool) -> Ranking:
+        places = strongest_lines(self.values, k, descending, "row")
+        which = "largest" if descending else "smallest"
+        title = f"contributions by row, {which} first"
+        return Ranking([self._row(at, query) for at, query in places], title)
 
     def _row(self, at: int, query: int) -> Ranked:
         place, value = self.places[at], float(self.values[at, query])

@@ -171,20 +171,26 @@ class Scores(Amounts):
         return groups[sample]
 
     def _ranked(self, k: int, descending: bool) -> Ranking:
-        if k < 1:
-            raise ReadingError(f"k={k}: ask for at least one sample.")
-        order = np.argsort(-self.values if descending else self.values, axis=0, kind="stable")
-        rows = [
-            self._row(int(sample), query)
-            for query in range(len(self.queries))
-            for sample in order[:k, query]
-        ]
+        places = strongest_lines(self.values, k, descending, "sample")
+        rows = [self._row(sample, query) for sample, query in places]
         return Ranking(rows, f"{self.title}, {'largest' if descending else 'smallest'} first")
 
     def _row(self, sample: int, query: int) -> Ranked:
         name = self.ids[sample]
         value = float(self.values[sample, query])
         return Ranked(self.queries[query], name, self.labels.get(name), value)
+
+
+def strongest_lines(values: Array, k: int, descending: bool, what: str) -> list[tuple[int, int]]:
+    """The k largest or smallest lines of each query: (line, query), query after query.
+
+    >>> strongest_lines(np.array([[1.0], [3.0], [2.0]]), 2, True, "sample")
+    [(1, 0), (2, 0)]
+    """
+    if k < 1:
+        raise ReadingError(f"k={k}: ask for at least one {what}.")
+    order = np.argsort(-values if descending else values, axis=0, kind="stable")[:k]
+    return [(int(line), query) for query in range(values.shape[1]) for line in order[:, query]]
 
 
 @dataclass(frozen=True)
