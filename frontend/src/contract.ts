@@ -128,6 +128,7 @@ export interface OutputValue {
 export interface CheckParts {
   initial: number
   evidence: number
+  /** What belongs to no sample: changes booked by step, and what smaller entries leave. */
   by_step: number
   remainder: number
   total: number
@@ -180,6 +181,8 @@ export interface AnswerView {
   outputs: OutputValue[]
   /** Null for removed and keys, and where a span, a position or a label restricts the sums. */
   check: CheckParts | null
+  /** The share of what training changed that samples have: |evidence| / (|evidence| + |by_step|). Null where there is no check. */
+  attributed: number | null
   /** The share of what training changed that stays unexplained. */
   error: number | null
   /** What the numbers are, in a sentence. */
@@ -306,6 +309,12 @@ export interface BookLine {
   rounding: number | null
   /** The share of its change that entries leave, where they are less than the rows. */
   residual: number | null
+  /** The share of its change that was booked by step. */
+  by_step: number | null
+  /** The share of its change that is attributed to samples: neither of the two. */
+  attributed: number | null
+  /** The size of the change. */
+  change: number | null
   bytes: number
 }
 
@@ -315,6 +324,8 @@ export interface BooksView {
   measured_at: number
   remainder: number | null
   coverage: number
+  /** The share of the change of all parameters that is attributed to samples. */
+  attributed: number | null
   /** Whether rounding can be all that is missing; empty where little is. */
   verdict: string
   bytes: number

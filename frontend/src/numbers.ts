@@ -57,6 +57,13 @@ export function tiny(value: number | null): string {
   return value === 0 ? "0" : power(value, 1)
 }
 
+/** A share in percent: 63.4 %. Only all of it is 100 %, and only nothing is 0 %. */
+export function percent(share: number | null): string {
+  if (share === null) return "not measured"
+  if (share <= 0 || share >= 1) return share <= 0 ? "0 %" : "100 %"
+  return `${Math.min(99.9, Math.max(0.1, +(100 * share).toFixed(1)))} %`
+}
+
 /** 1,234,567 bytes → 1.2 MB. */
 export function bytes(value: number): string {
   const units = ["bytes", "kB", "MB", "GB", "TB"]

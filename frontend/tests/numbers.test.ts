@@ -2,7 +2,7 @@ import assert from "node:assert/strict"
 import { test } from "node:test"
 import { suspectsCsv } from "../src/csv.ts"
 import { raw } from "../src/image.ts"
-import { bytes, count, Scale, tiny } from "../src/numbers.ts"
+import { bytes, count, percent, Scale, tiny } from "../src/numbers.ts"
 import { brief } from "../src/words.ts"
 
 test("numbers of one place are alike, and signs are written", () => {
@@ -33,6 +33,17 @@ test("sizes and errors", () => {
   assert.equal(tiny(0), "0")
   assert.equal(tiny(2.24e-7), "2.2e−7")
   assert.equal(tiny(null), "not measured")
+})
+
+test("only all of it is 100 %, and only nothing is 0 %", () => {
+  assert.deepEqual([0, 1e-9, 0.6339, 0.99999, 1].map(percent), [
+    "0 %",
+    "0.1 %",
+    "63.4 %",
+    "99.9 %",
+    "100 %",
+  ])
+  assert.equal(percent(null), "not measured")
 })
 
 test("a table's fields are quoted where they must be", () => {

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
         Ranking,
         Reading,
         Removal,
+        RowContributions,
         Run,
         Scores,
         Spotlight,
         Timeline,
+        Zoom,
     )
     from dualform.read import open_run as open
     from dualform.recording import Recorder, describe, record, summaries
@@ -50,11 +52,13 @@ __all__ = [
     "Reading",
     "Recorder",
     "Removal",
+    "RowContributions",
     "Run",
     "RunPlan",
     "Scores",
     "Spotlight",
     "Timeline",
+    "Zoom",
     "compact",
     "describe",
     "open",
@@ -72,7 +76,7 @@ HOMES = {
     "memory": ("Memory",),
     "read": (
         *("Audit", "Explanation", "Influence", "Ranking", "Reading", "Removal"),
-        *("Run", "Scores", "Spotlight", "Timeline"),
+        *("RowContributions", "Run", "Scores", "Spotlight", "Timeline", "Zoom"),
     ),
     "recording": ("Recorder", "describe", "record", "summaries"),
     "recording.planning": ("RunPlan", "plan"),

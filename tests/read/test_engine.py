@@ -41,7 +41,7 @@ KINDS = [name for name in KINDS if name in OPTIMIZERS]
 LOSSY = ("AdamW, amsgrad", "SOAP")
 """Recorded with entries that leave a residual."""
 READS = ("audit", "spotlight", "timeline", "explain", "influence", "suspicion", "state_dict")
-READS += ("revisit", "rows", "keys_only", "memory", "subtract", "fisher", "tracin")
+READS += ("revisit", "rows", "keys_only", "memory", "subtract", "fisher", "tracin", "zoom")
 STEPS, SAMPLES = 12, 8
 
 
@@ -138,6 +138,11 @@ def answers(run: Run, model: nn.Module, x: Tensor, read: str) -> Any:
         "rows": lambda: [row.value for row in run.spotlight(model, asked)[layer].rows(4)],
         "keys_only": lambda: run.spotlight(model, asked)[layer].keys_only().values,
         "memory": lambda: run.spotlight(model, asked)[layer].memory().values.sum(0).numpy(),
+        "zoom": lambda: (
+            run.zoom([1], model, lambda net, ids: net(x[ids]).square().sum(), steps=[1])
+            .contributions(run.spotlight(model, asked)[layer])
+            .check.stored
+        ),
     }
     return np.asarray(numbers[read](), dtype=float)
 

@@ -1,8 +1,8 @@
 import type { BookLine, BooksView } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { useGet } from "../load.ts"
-import { bytes, count, tiny } from "../numbers.ts"
-import { Figure } from "../parts/Amount.tsx"
+import { bytes, count, percent, tiny } from "../numbers.ts"
+import { Bar, Figure } from "../parts/Amount.tsx"
 import { Waiting } from "../parts/Waiting.tsx"
 import { Words } from "../parts/Words.tsx"
 
@@ -47,6 +47,9 @@ export function BooksPage() {
 }
 
 function Audit({ books }: { books: BooksView }) {
+  const lossy = books.attributed !== null && books.attributed < 1
+  const titles = ["Book", "Shape", "Rows", "Granularity", "Remainder", "Bytes"]
+  if (lossy) titles.push("Attributed to samples")
   return (
     <>
       <dl class="facts large">
@@ -66,6 +69,18 @@ function Audit({ books }: { books: BooksView }) {
             />
           </dd>
         </div>
+        {lossy && (
+          <div>
+            <dt>Attributed to samples</dt>
+            <dd>
+              <Figure
+                value={books.attributed}
+                text={percent(books.attributed)}
+                testid="books-attributed"
+              />
+            </dd>
+          </div>
+        )}
         <div>
           <dt>On disk</dt>
           <dd>
@@ -78,19 +93,26 @@ function Audit({ books }: { books: BooksView }) {
           <Words text={`Of the remainder: ${books.verdict}.`} />
         </p>
       )}
+      {lossy && (
+        <p data-testid="books-nobody">
+          The books balance, but not all of them is divided among samples:{" "}
+          {percent(1 - (books.attributed ?? 1))} of the change of the weights belongs to no sample.
+          It is what summaries and rounded rows leave out, and what was kept by step.
+        </p>
+      )}
       <div class="scrolls" tabIndex={0} role="region" aria-label="The books">
         <table class="books">
           <caption class="hidden">The books, one a parameter</caption>
           <thead>
             <tr>
-              {["Book", "Shape", "Rows", "Granularity", "Remainder", "Bytes"].map((title) => (
+              {titles.map((title) => (
                 <th scope="col">{title}</th>
               ))}
             </tr>
           </thead>
           <tbody>
             {books.books.map((book) => (
-              <Row key={book.name} book={book} />
+              <Row key={book.name} book={book} lossy={lossy} />
             ))}
           </tbody>
         </table>
@@ -99,7 +121,7 @@ function Audit({ books }: { books: BooksView }) {
   )
 }
 
-function Row({ book }: { book: BookLine }) {
+function Row({ book, lossy }: { book: BookLine; lossy: boolean }) {
   return (
     <tr data-testid={`book-${book.name}`}>
       <th scope="row">{book.name}</th>
@@ -121,6 +143,12 @@ function Row({ book }: { book: BookLine }) {
       <td>
         <Figure value={book.bytes} text={bytes(book.bytes)} />
       </td>
+      {lossy && (
+        <td class="share">
+          <Figure value={book.attributed} text={percent(book.attributed)} />
+          <Bar share={book.attributed ?? 0} both={false} />
+        </td>
+      )}
     </tr>
   )
 }

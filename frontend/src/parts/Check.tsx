@@ -1,15 +1,16 @@
 import type { ComponentChildren } from "preact"
 import type { AnswerView, SideName } from "../contract.ts"
-import { MINUS, Scale, tiny } from "../numbers.ts"
+import { MINUS, percent, Scale, tiny } from "../numbers.ts"
 import { plural } from "../words.ts"
-import { Amount, Figure } from "./Amount.tsx"
+import { Amount, Bar, Figure } from "./Amount.tsx"
 
 /** The sum that an answer must be: initial + evidence (+ by step) + remainder = output, with its error. */
 export function Check({ answer }: { answer: AnswerView }) {
-  const { check, sides } = answer
+  const { check, sides, attributed: share } = answer
   return (
     <div class="check" data-testid="check">
       {check ? <Sum answer={answer} check={check} /> : <Sides sides={sides} unit={answer.unit} />}
+      {check && share !== null && share < 1 && <Attributed check={check} share={share} />}
       <p class="small">
         {answer.note}
         {answer.error !== null && (
@@ -27,14 +28,18 @@ export function Check({ answer }: { answer: AnswerView }) {
 
 type Terms = NonNullable<AnswerView["check"]>
 
+function scaleOf({ initial, evidence, total }: Terms): Scale {
+  return new Scale([initial, evidence, total])
+}
+
 function Sum({ answer, check }: { answer: AnswerView; check: Terms }) {
-  const scale = new Scale([check.initial, check.evidence, check.total])
+  const scale = scaleOf(check)
   const count = answer.sides.for.count + answer.sides.against.count
   const terms: [string, string, number][] = [
     ["initial", "before training", check.initial],
     ["evidence", `evidence of ${plural(count, "sample")}`, check.evidence],
     ...(check.by_step
-      ? [["by-step", "booked by step", check.by_step] as [string, string, number]]
+      ? [["by-step", "of no sample", check.by_step] as [string, string, number]]
       : []),
     ["remainder", "remainder", check.remainder],
   ]
@@ -55,6 +60,21 @@ function Sum({ answer, check }: { answer: AnswerView; check: Terms }) {
         <Amount value={check.total} scale={scale} plain testid="check-total" />
       </Part>
     </dl>
+  )
+}
+
+/** How much of what training changed is attributed to samples, and how much to none of them. */
+function Attributed({ check, share }: { check: Terms; share: number }) {
+  const scale = scaleOf(check)
+  return (
+    <p class="attributed" data-testid="attributed">
+      Of what training changed here,{" "}
+      <Figure value={share} text={percent(share)} testid="attributed-share" /> is attributed to
+      samples ({scale.signed(check.evidence)}) and {percent(1 - share)} belongs to no sample (
+      {scale.signed(check.by_step)}): what summaries or rounded rows leave out, or what was kept by
+      step.
+      <Bar share={share} both={false} />
+    </p>
   )
 }
 

@@ -82,7 +82,7 @@ function explained({ value, failed }: Loaded<LayersView>, restricted: boolean): 
   if (!value) return enter
   const all = restricted ? ", of all samples and all of training" : ""
   const byStep = value.by_step
-    ? ` Parameters that were booked by step add ${value.by_step.toPrecision(3)}.`
+    ? ` What belongs to no sample adds ${value.by_step.toPrecision(3)}.`
     : ""
   return `What the training of each layer adds to output ${value.output} of the whole network${all}.${byStep} ${enter}`
 }

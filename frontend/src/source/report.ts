@@ -130,6 +130,7 @@ export class ReportSource implements Source {
     return {
       ...kept,
       check: null,
+      attributed: null,
       error: null,
       note: notes.join(" "),
       sides: { for: this.side(values, "for"), against: this.side(values, "against") },

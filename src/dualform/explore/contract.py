@@ -150,6 +150,7 @@ class CheckParts(TypedDict):
     initial: float
     evidence: float
     by_step: float
+    """What belongs to no sample: changes booked by step, and what smaller entries leave."""
     remainder: float
     total: float
 
@@ -205,6 +206,11 @@ class AnswerView(TypedDict):
     """Of the model, or of the layer: the largest first, at most 12."""
     check: CheckParts | None
     """Null for removed and keys, and where a span, a position or a label restricts the sums."""
+    attributed: float | None
+    """The share of what training changed that samples have: |evidence| / (|evidence| + |by_step|).
+
+    Null where there is no check.
+    """
     error: float | None
     """The share of what training changed that stays unexplained."""
     note: str
@@ -344,6 +350,12 @@ class BookLine(TypedDict):
     rounding: float | None
     residual: float | None
     """The share of its change that entries leave, where they are less than the rows."""
+    by_step: float | None
+    """The share of its change that was booked by step."""
+    attributed: float | None
+    """The share of its change that is attributed to samples: neither of the two."""
+    change: float | None
+    """The size of the change."""
     bytes: int
 
 
@@ -354,6 +366,8 @@ class BooksView(TypedDict):
     measured_at: int
     remainder: float | None
     coverage: float
+    attributed: float | None
+    """The share of the change of all parameters that is attributed to samples."""
     verdict: str
     """Whether rounding can be all that is missing; empty where little is."""
     bytes: int

@@ -15,13 +15,13 @@ from dualform.explore.contract import Ask, QuestionCard, RunView
 from dualform.explore.exhibit import Exhibit
 from dualform.ledger import Stream
 from dualform.read import Run
-from dualform.read.ask import NEEDS_MODEL, layer_places, layer_rows
+from dualform.read.ask import NEEDS_MODEL, keeps_inputs, layer_places, layer_rows
 from dualform.read.display import moment
 
 QUESTIONS: dict[Ask, tuple[str, str]] = {
     "layer": (
         "This layer",
-        "What one layer's output is made of: exact amounts, training sample by training sample.",
+        "What one layer's output is made of: signed amounts, training sample by training sample.",
     ),
     "network": (
         "Whole network",
@@ -48,13 +48,12 @@ def run_facts(exhibit: Exhibit) -> RunView:
     labels = sorted((la for la in counts if la is not None), key=lambda la: (str(type(la)), la))
     questions: list[QuestionCard] = []
     for ask, (title, meaning) in QUESTIONS.items():
-        known = ask in ("layer", "keys") or exhibit.model is not None
-        why = "" if known else f"It needs the model: {NEEDS_MODEL}."
+        why = _missing(exhibit, ask)
         card: QuestionCard = {
             "ask": ask,
             "title": title,
             "meaning": meaning,
-            "available": known,
+            "available": not why,
             "why": why,
         }
         questions.append(card)
@@ -88,6 +87,19 @@ def run_facts(exhibit: Exhibit) -> RunView:
         "accepts": exhibit.accepts,
         "facts": _facts(run),
     }
+
+
+def _missing(exhibit: Exhibit, ask: Ask) -> str:
+    """What a question needs that is not there."""
+    if ask in ("network", "removed") and exhibit.model is None:
+        return f"It needs the model: {NEEDS_MODEL}."
+    layers = exhibit.run.layers
+    if ask == "keys" and layers and not keeps_inputs(exhibit.run, layers[-1]):
+        return (
+            f"It compares inputs, and the run has not kept those of `{shorten(layers[-1], 40)}`: "
+            "record with `keep='rows'`, `'half'` or `'int8'`."
+        )
+    return ""
 
 
 def grid(stream: Stream) -> tuple[int, int] | None:

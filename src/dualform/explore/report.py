@@ -24,7 +24,7 @@ from dualform.explore.parameters import Parameters
 from dualform.explore.report_contract import ReportData
 from dualform.explore.views import Explorer, Json
 from dualform.ledger.files import write_durably
-from dualform.read.ask import nothing_by_row
+from dualform.read.ask import keeps_inputs, nothing_by_row
 from dualform.read.progress import together
 from dualform.read.scores import Array
 
@@ -131,7 +131,8 @@ class ReportContent:
         layers = self._run.layers
         whole = [("network", None), ("removed", None)] if self._explorer.exhibit.model else []
         own = [("layer", layer) for layer in [*layers[-1:], *layers[:-1]]]
-        asks = [*own[:1], *whole, *own[1:], ("keys", layers[-1])]
+        keys = [("keys", layers[-1])] if keeps_inputs(self._run, layers[-1]) else []
+        asks = [*own[:1], *whole, *own[1:], *keys]
         for rank in range(max(ALTERNATIVES.values())):
             for ask, layer in asks:
                 if rank < (ALTERNATIVES.get(ask, 1) if layer in (None, layers[-1]) else 1):

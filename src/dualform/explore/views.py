@@ -166,6 +166,7 @@ class Explorer:
             + ("the model" if of_model else f"layer {question.layer}"),
             "outputs": largest(answer.outputs),
             "check": None if only else check_parts(check),
+            "attributed": None if only or check is None else float(check.attributed[0]),
             "error": None if only else answer.missed,
             "note": " ".join(notes),
             "unit": "similarity" if question.ask == "keys" else "units of the output",

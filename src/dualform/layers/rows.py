@@ -79,10 +79,14 @@ def arrangement(
     (5, 1)
     >>> arrangement((40,), 8, None, True), arrangement((1, 5), 8, None, True)
     (5, None)
+    >>> arrangement((1, 5), 1, None, False)  # all rows are those of a single sample
+    5
     """
     rows = math.prod(lead)
+    if samples == 1:
+        return rows
     if not lead or samples == 0:
-        return rows if samples == 1 else None
+        return None
     wanted = usual if axis is None else axis
     if axis is None and lead[0] == samples and not (usual and len(lead) > 1 and lead[1] == samples):
         return rows // samples

@@ -48,6 +48,11 @@ class Rows(NamedTuple):
     shared: Tensor | None = None
     """A matrix with which the blocks of all these rows are multiplied, where they are."""
 
+    @property
+    def record(self) -> tuple[int, ...]:
+        """The shape of one record's key, of which a convolution makes several rows."""
+        return tuple(self.keys.shape[self.keys.ndim - self.site.key_dims :]) or (1,)
+
 
 class Seen(Protocol):
     """A call that was seen, as a recorder or a reader needs it."""

@@ -92,6 +92,8 @@ class SampleRows(NamedTuple):
     values: Tensor
     shared: Tensor | None
     """A matrix with which the blocks of all these rows are multiplied, where they are."""
+    record: tuple[int, ...]
+    """The shape of one record's key, of which a convolution makes several rows."""
 
 
 class RowCollector(Watching):
@@ -145,7 +147,7 @@ class RowCollector(Watching):
             found = by_sample(rows, self._samples, self._usual_axis)
             if found is not None:
                 shared = None if rows.shared is None else rows.shared.detach()
-                self._rows.append(SampleRows(rows.site, *found, shared))
+                self._rows.append(SampleRows(rows.site, *found, shared, rows.record))
 
 
 def is_scripted(module: nn.Module) -> bool:

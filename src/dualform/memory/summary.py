@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import BilinearFunctional, Functional, RowBlocks
+from dualform.memory.blocks import BilinearFunctional, Functional, RowBlocks, Sides
 from dualform.memory.products import BETWEEN
 
 REMEMBERED = 4
@@ -77,6 +77,22 @@ class Bases:
         """The same on a device, or of a type."""
         U, V = (None if side is None else side.to(there) for side in (self.outputs, self.inputs))
         return Bases(U, V)
+
+    def reached(self, rows: Sides) -> Sides:
+        """Rows as far as the bases reach them: `U Uᵀ a ⊗ V Vᵀ b`.
+
+        >>> bases = Bases(torch.eye(3)[:, :1], None)
+        >>> bases.reached(Sides(torch.ones(1, 3), torch.ones(1, 2))).a
+        tensor([[1., 0., 0.]])
+        """
+        a, b, (top, left) = rows.a, rows.b, rows.at
+        if self.outputs is not None and a.ndim == 2:  # else a place, which is kept
+            U = self.outputs.to(a)
+            a, top = a @ U[top : top + a.shape[1]] @ U.T, 0
+        if self.inputs is not None and b is not None:
+            V = self.inputs.to(b)
+            b, left = b @ V[left : left + b.shape[1]] @ V.T, 0
+        return Sides(a, b, (top, left))
 
     def asked(self, question: Functional | BilinearFunctional, like: Tensor) -> Tensor:
         """(questions, k_o × k_i): a question as it is put to summaries; kept for the next rows."""

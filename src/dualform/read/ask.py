@@ -17,6 +17,7 @@ from torch import nn
 
 from dualform.errors import ReadingError
 from dualform.ledger.samples import SampleId
+from dualform.memory.forms import form_named
 from dualform.read.explain import TOLERANCE, ask_all, by_layer
 from dualform.read.grouping import ByCell, Grouping
 from dualform.read.outputs import logits, model_outputs, model_places, usual_places
@@ -222,6 +223,20 @@ def layer_rows(run: Run, layer: str) -> int:
     return count_rows(run.source.ledger, run.info.stream(layer), run.steps)
 
 
+def keeps_inputs(run: Run, layer: str) -> bool:
+    """Whether the inputs of a layer's rows were kept, to be compared with those of a query.
+
+    >>> from dualform.testing import tiny_run
+    >>> run, _, _ = tiny_run()
+    >>> keeps_inputs(run, "2")
+    True
+    """
+    terms, info = run.info.terms_of(layer), run.info
+    books = {book for book, term in terms.items() if form_named(term.form).is_product}
+    summaries = [stream for stream in info.streams if stream.layer]
+    return bool(books) and all(books.isdisjoint(info.terms_of(s.name)) for s in summaries)
+
+
 def layer_places(run: Run, layer: str) -> int:
     """How many positions (tokens, patches) a sample has in a layer; 1 where there are none."""
     return places(run.source.ledger, run.info.stream(layer))
@@ -244,7 +259,9 @@ def _ask_layer(run: Run, question: Question, model: nn.Module | None, x: Any) ->
         note = f"Only what position {question.at} of the training samples added."
         return Answer(chosen, scores, note, cells=cells, **beside)
     check = reading.checked(cells.sum(keepdims=True)[0])
-    note = "Exact: what each training sample added to this output of the layer."
+    note = "what each training sample added to this output of the layer"
+    whole = float(check.attributed[0]) == 1
+    note = f"Exact: {note}." if whole else f"W{note[1:]}, as far as the run has kept it by sample."
     beside["missed"] = _missed(check)
     return Answer(chosen, replace(scores, check=check), note, cells=cells, **beside)
 

@@ -17,10 +17,17 @@ from dualform.memory.forms import form_named
 from dualform.optimizers import BY_ROW
 from dualform.read.accounts import account_gap
 from dualform.read.coefficients import Accounting
-from dualform.read.display import Displayed, columns, framed, pandas_frame
+from dualform.read.display import Displayed, attributed_words, columns, framed, pandas_frame
 from dualform.read.engine import Engine, ShardRange
 from dualform.read.scan import count_rows, stored_arrays
-from dualform.read.weights import Balance, balances, gross_part, residual_part
+from dualform.read.weights import (
+    Balance,
+    balances,
+    gross_part,
+    residual_part,
+    share_left,
+    step_part,
+)
 
 ROUNDING = "it changed by no more than rounding: the remainder is relative to what was added up"
 SUSPECT = 1e-6
@@ -39,7 +46,8 @@ class BookAudit:
 
     `residual` is the share of the parameter's change that entries leave, where they are less than
     the rows: `‖residual‖ / ‖W_T − c0 W_0‖`. It is 0 where rows are kept as they are. Where rows are
-    summarized, the remainder is how far summaries are from the gradients in their bases.
+    summarized, the remainder is how far summaries are from the gradients in their bases. `by_step`
+    is the share that was booked by step, and `change` the size of the change itself.
 
     >>> from dualform.testing import tiny_run
     >>> run, _, _ = tiny_run()
@@ -57,15 +65,17 @@ class BookAudit:
     reason: str = ""
     rounding: float = 0.0
     residual: float = 0.0
+    by_step: float = 0.0
+    change: float = 0.0
 
     @property
     def attributed(self) -> float:
-        """The share of the change that entries account for.
+        """The share of the change that is attributed to samples: what is neither of the two.
 
         >>> BookAudit("a", (1,), "row", 9, remainder=0.0, bytes=0, residual=0.25).attributed
         0.75
         """
-        return 1.0 - self.residual
+        return max(0.0, 1.0 - self.residual - self.by_step)
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,6 +120,18 @@ class Audit(Displayed):
         trained = sum(sizes.values()) - sizes["frozen"]
         return sizes["row"] / trained if trained else 1.0
 
+    @property
+    def attributed(self) -> float:
+        """The share of the change of all parameters together that is attributed to samples.
+
+        >>> line = BookAudit("a", (1,), "row", 9, remainder=0.0, bytes=0, residual=0.5, change=3.0)
+        >>> lines = [line, replace(line, name="b", residual=0.0, change=4.0)]
+        >>> Audit(lines, step=1, measured_at=1, bytes=0).attributed
+        0.7
+        """
+        sizes = [(book.change * (1.0 - book.attributed), book.change) for book in self.books]
+        return share_left(*zip(*sizes, strict=True)) if sizes else 1.0
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         return {
@@ -117,9 +139,10 @@ class Audit(Displayed):
             "measured_at": self.measured_at,
             "remainder": self.remainder,
             "coverage": self.coverage,
+            "attributed": self.attributed,
             "verdict": self.verdict,
             "bytes": self.bytes,
-            "books": [asdict(book) for book in self.books],
+            "books": [asdict(book) | {"attributed": book.attributed} for book in self.books],
         }
 
     def to_pandas(self) -> Any:
@@ -173,7 +196,9 @@ class Audit(Displayed):
         covered = math.floor(1000 * self.coverage + 1e-6) / 10  # 100 only where it is all
         return (
             f"largest remainder {self.remainder:.1e} · {covered:g}% of trained parameters by row "
-            f"· {self.bytes / 1e6:,.1f} MB" + (f"\n{self.verdict}" if self.verdict else "")
+            f"· {self.bytes / 1e6:,.1f} MB"
+            + (f"\n{attributed_words(self.attributed)}" if self.attributed < 1 else "")
+            + (f"\n{self.verdict}" if self.verdict else "")
         )
 
 
@@ -192,19 +217,27 @@ def make_audit(
         found = _measure(accounting, book, kept.read(book.name).double(), balance)
         remainder = found.remainder if measured or not until else float("nan")
         line = _line(ledger, latest, book, until, remainder)
-        line = replace(line, rounding=found.rounding, residual=found.residual)
+        line = replace(line, **found.shares._asdict())
         changed = found.small and measured and line.granularity != "frozen"
         lines[book.name] = replace(line, reason=ROUNDING) if changed else line
     in_order = [lines[book.name] for book in ledger.info.books]
     return Audit(in_order, until, measured, ledger.nbytes)
 
 
-class _Measured(NamedTuple):
-    """A remainder, how much of it rounding can be, and whether the change is no more than that."""
+class _Shares(NamedTuple):
+    """What is said of a book relative to its change, and the change."""
 
-    remainder: float
     rounding: float
     residual: float
+    by_step: float
+    change: float
+
+
+class _Measured(NamedTuple):
+    """A remainder, what is known beside it, and whether the change is no more than rounding."""
+
+    remainder: float
+    shares: _Shares
     small: bool
 
 
@@ -219,12 +252,14 @@ def _measure(accounting: Accounting, book: Book, weight: Tensor, balance: Balanc
     relative_to = float((size if small else scale).clamp_min(1e-300))
     steps = int((accounting.states(book) == BY_ROW).sum())
     places = steps * float(_last_place(weight, book).norm())
-    residual = float(residual_part(accounting, book).norm())
+    residual, by_step = (
+        float(part(accounting, book).norm()) / relative_to for part in (residual_part, step_part)
+    )
     if accounting.ledger.is_summarized(book):
-        gap = account_gap(accounting, book)
-        return _Measured(gap, SUMMARY_ROUNDING, residual / relative_to, small)
-    shares = (float(gap) / relative_to, places / relative_to, residual / relative_to)
-    return _Measured(*shares, small)
+        shares = _Shares(SUMMARY_ROUNDING, residual, by_step, relative_to)
+        return _Measured(account_gap(accounting, book), shares, small)
+    shares = _Shares(places / relative_to, residual, by_step, relative_to)
+    return _Measured(float(gap) / relative_to, shares, small)
 
 
 def _is_column(book: Book) -> bool:

@@ -241,3 +241,20 @@ class Accounting:
         by_row = self.states(book) == BY_ROW
         steps[1:] = np.where(by_row, self._of(book).steps * self.factors(book), 0.0)
         return torch.from_numpy(steps).to(self.device)
+
+
+def mean_shares(steps: Sequence[int], decay: float | None) -> list[float]:
+    """(last step + 1,): how much the weights after each step count in a mean over some steps.
+
+    >>> mean_shares([1, 3], None), mean_shares([1, 3], 0.75)
+    ([0.0, 0.5, 0.0, 0.5], [0.0, 0.75, 0.0, 0.25])
+    """
+    shares = np.zeros(max(steps) + 1)
+    ages = np.arange(len(steps))[::-1]
+    if decay is None:
+        shares[list(steps)] = 1 / len(steps)
+    else:
+        begun = np.where(ages == len(steps) - 1, 1.0, 1 - decay)
+        shares[list(steps)] = decay**ages * begun
+    found: list[float] = shares.tolist()
+    return found

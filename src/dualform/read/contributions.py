@@ -78,6 +78,23 @@ class RowQuestions:
         }
         return cls(tuple(books), streams, asked, accounting.device)
 
+    @classmethod
+    def along(
+        cls,
+        accounting: Accounting,
+        directions: Mapping[str, Tensor],
+        books: Sequence[Book] | None = None,
+    ) -> RowQuestions:
+        """What directions (queries, *shape) of some books ask, by default of all: `⟨D, a ⊗ b⟩`."""
+
+        def question(book: Book, stream: str) -> Question:
+            term = book.terms[stream]
+            seen = [as_matrix(d, term.view, term.groups) for d in directions[book.name].cpu()]
+            return BilinearFunctional(torch.stack(seen))
+
+        chosen = [book for book in (books or accounting.ledger.info.books) if book.terms]
+        return cls.of(accounting, chosen, question)
+
     def __len__(self) -> int:
         return len(next(iter(self.asked.values()))) if self.asked else 0
 
@@ -221,13 +238,9 @@ def row_sums(
             optimizer made it count.
     """
 
-    def question(book: Book, stream: str) -> Question:
-        term = book.terms[stream]
-        seen = [as_matrix(d, term.view, term.groups) for d in directions[book.name].cpu()]
-        return BilinearFunctional(torch.stack(seen))
-
-    chosen = [book for book in (books or accounting.ledger.info.books) if book.terms]
-    fold = AnswerSums(RowQuestions.of(accounting, chosen, question), NO_STEPS, (grouping,), True)
+    fold = AnswerSums(
+        RowQuestions.along(accounting, directions, books), NO_STEPS, (grouping,), True
+    )
     spans = None
     if numbers is not None:
         given: dict[str, StepCoefficients] = {

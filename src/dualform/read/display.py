@@ -96,6 +96,19 @@ def signed(value: float) -> str:
     return f"{value:+.4g}"
 
 
+def attributed_words(share: float) -> str:
+    """Says how much of a change is attributed to samples.
+
+    >>> attributed_words(0.634)
+    '63.4% of what training changed is attributed to samples, 36.6% belongs to no sample'
+    """
+    percent = min(99.9, round(100 * share, 1)) if share < 1 else 100.0
+    return (
+        f"{percent:g}% of what training changed is attributed to samples, "
+        f"{100 - percent:.3g}% belongs to no sample"
+    )
+
+
 def moment(created: object) -> str:
     """A time as a run's metadata has it, for people.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dualform.errors import ReadingError
 from dualform.ledger import Book
 from dualform.ledger.samples import SampleId
-from dualform.read.contributions import Source, row_sums
+from dualform.read.contributions import RowQuestions, Source, row_sums
 from dualform.read.grouping import ByPosition, BySample, ByStep, Grouping
 from dualform.read.path import LineGradients, along_line
 from dualform.read.samples_matrix.cost import work_of
@@ -133,7 +133,7 @@ class Explanation(Scores):
     @property
     def by_layer(self) -> Scores:
         """What each layer's parameters contributed: layers × queries."""
-        shares = by_layer(self.books, self._source.ledger.info.books)
+        shares = by_layer(self.books, self.source.ledger.info.books)
         values = np.array(list(shares.values())).reshape(len(shares), len(self.queries))
         return Scores(list(shares), values, self.queries, self.check, {}, "contributions by layer")
 
@@ -144,9 +144,9 @@ class Explanation(Scores):
 
     def timeline(self, by: str = "step") -> Timeline:
         """Contributions summed by "step" or by "epoch"."""
-        until = self._source.until
+        until = self.source.until
         steps = self.sums(ByStep(until))[1:]
-        return make_timeline(self._source.reader, steps, by, self.queries, self.check)
+        return make_timeline(self.source.reader, steps, by, self.queries, self.check)
 
     def sums(self, grouping: Grouping, layer: str | None = None) -> Array:
         """(groups, queries): contributions summed over the rows of each group; one scan.
@@ -160,12 +160,12 @@ class Explanation(Scores):
 
     def layer(self, name: str) -> Scores:
         """The samples' contributions through one layer's parameters only."""
-        values = self.sums(BySample(self._source.numbers), name)
+        values = self.sums(BySample(self.source.numbers), name)
         return Scores(self.ids, values, self.queries, None, self.labels, f"contributions of {name}")
 
     def positions(self, name: str) -> Scores:
         """Contributions through one layer by sample and position: tokens, patches, time steps."""
-        source = self._source
+        source = self.source
         streams = {stream for book in self._books_of(name) for stream in book.terms}
         most = max(places(source.ledger, source.ledger.info.stream(stream)) for stream in streams)
         values = self.sums(ByPosition(source.numbers, most), name)
@@ -187,11 +187,17 @@ class Explanation(Scores):
         return self.check
 
     @property
-    def _source(self) -> Source:
+    def source(self) -> Source:
+        """The run that was asked, as of a step."""
         return self.questions[0].source
 
+    @property
+    def row_questions(self) -> list[RowQuestions]:
+        """What the queries ask of each row, batch by batch."""
+        return [RowQuestions.along(self.source.accounting, q.directions) for q in self.questions]
+
     def _books_of(self, layer: str) -> list[Book]:
-        known = [book for book in self._source.ledger.info.books if book.terms]
+        known = [book for book in self.source.ledger.info.books if book.terms]
         books = [book for book in known if _layer(book) == layer]
         if not books:
             names = ", ".join(f"'{n}'" for n in dict.fromkeys(map(_layer, known)))

@@ -79,10 +79,10 @@ class Weighted:
 
     def _add_up(self, rows: SampleRows, books: tuple[str, ...]) -> None:
         for book in books:
-            _add_rows(self.directions[book], _blocks(rows, book), rows.site.terms[book])
+            _add_rows(self.directions[book], row_blocks(rows, book), rows.site.terms[book])
 
 
-def _blocks(rows: SampleRows, book: str) -> Sides | SharedSides:
+def row_blocks(rows: SampleRows, book: str) -> Sides | SharedSides:
     """What rows add to one of the parameters that took part in their call."""
     term = rows.site.terms[book]
     sides = FORMS[term.form].rows(rows.keys, rows.values, term.groups, term.at)
@@ -177,7 +177,7 @@ class Gradients:
 
     def _add(self, weight: float, queries: Sequence[int], total: Weighted) -> None:
         with self._collector.rows_of(len(queries)) as found:
-            with _differentiable():
+            with differentiable():
                 value = self._asked.numbers(self._model, queries, self._collector).sum()
             self._backward(value)
         if len(queries) not in self._direct:
@@ -198,7 +198,7 @@ class Gradients:
         """
         generator = torch.Generator().manual_seed(len(queries))
         weights = torch.randn(len(queries), dtype=torch.float64, generator=generator)
-        with _differentiable():
+        with differentiable():
             asked = self._asked.numbers(self._model, queries)
             value = (asked * weights.to(asked)).sum()
         gradients = self._gradients(value, list(self._parameters))
@@ -208,7 +208,7 @@ class Gradients:
             count = len(rows.values)
             each = weights.repeat_interleave(count // len(queries)).to(rows.values.device)
             for book, term in rows.site.terms.items():
-                sides, shape = _blocks(rows, book), tuple(gaps[book].shape)
+                sides, shape = row_blocks(rows, book), tuple(gaps[book].shape)
                 (sum_,) = sides.totals([slice(0, count)], each, shape, term.view, term.groups)
                 gaps[book] = gaps[book] - sum_
                 sizes[book] += _size(sides)
@@ -232,14 +232,14 @@ class Gradients:
         self, weight: float, queries: Sequence[int], directions: Parameters, names: Sequence[str]
     ) -> None:
         for at, query in enumerate(queries):
-            with _differentiable():
+            with differentiable():
                 value = self._asked.numbers(self._model, [query])[0]
             for name, gradient in self._gradients(value, names).items():
                 directions[name][at].add_(gradient, alpha=weight)
 
 
 @contextmanager
-def _differentiable() -> Iterator[None]:
+def differentiable() -> Iterator[None]:
     """With gradients, also through recurrent layers in evaluation mode, which cuDNN refuses."""
     with torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
         yield

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dualform.errors import ReadingError, UnknownSampleError
 from dualform.read.contributions import Source
+from dualform.read.display import attributed_words
 from dualform.read.explain import ends, query_batches
 from dualform.read.gradients import Gradients
 from dualform.read.grouping import BySample
@@ -31,6 +32,7 @@ from dualform.read.samples_matrix.optimizer_metric import OptimizerMetric
 from dualform.read.scores import Scores
 from dualform.read.spotlight import nothing_by_row
 from dualform.read.targets import Asked, Parameters, Target
+from dualform.read.weights import attributed_share
 
 PANELS = 4
 """Between how many equal parts of the line gradients are averaged: more would change little."""
@@ -57,6 +59,8 @@ class Influence(Scores):
     """λ, in units of the mean diagonal of what is inverted; 0 where nothing is."""
     kept: float = 1.0
     """The share of the contributions within the leading directions; 1 if all were used."""
+    attributed: float = 1.0
+    """The share of the change of the weights that is attributed to samples; 1 if all is."""
 
     @property
     def note(self) -> str:
@@ -65,6 +69,7 @@ class Influence(Scores):
         return (
             "an estimate of what leaving a sample out would take away, not an account; "
             f"{damped}{self.kept:.0%} of the contributions within the directions kept"
+            + (f"; {attributed_words(self.attributed)}" if self.attributed < 1 else "")
         )
 
 
@@ -129,6 +134,7 @@ class Influencer:
             method,
             chosen if usual else 0.0,
             lines.kept,
+            self._attributed,
         )
 
     def _method(self, name: str) -> tuple[float, Callable[[InfluenceCall], Tensor]]:
@@ -152,6 +158,10 @@ class Influencer:
         directions = trapezoid(call.asked, first, last, call.queries, PANELS)
         solved = call.lines.solve(self._metric, directions, call.damping)
         return solved * (OWN / call.lines.left(call.damping))
+
+    @cached_property
+    def _attributed(self) -> float:
+        return attributed_share(self._source.accounting, self._source.weights)
 
     @cached_property
     def _metric(self) -> OptimizerMetric:

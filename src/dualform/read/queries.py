@@ -104,7 +104,7 @@ def ask(
     with torch.no_grad():
         for use, output, sightings in uses:
             for at, rows in enumerate(use.rows(None)):
-                stream = _stream_of(rows, ledger)
+                stream = None if rows.site.aside else stream_of(rows.site, rows.record, ledger)
                 if stream is not None:
                     stretch = _stretch(rows, sightings[at] if sightings else None, samples)
                     made = _call(rows, output, stream, samples, stretch, parameters, ledger)
@@ -112,20 +112,16 @@ def ask(
     return {name: _queries(ledger, name, calls, weights) for name, calls in seen.items()}
 
 
-def _stream_of(rows: Rows, ledger: Ledger) -> Stream | None:
-    """The recorded stream of the same parameters, used in the same way.
+def stream_of(site: Site, shape: tuple[int, ...], ledger: Ledger) -> Stream | None:
+    """The recorded stream of the same parameters, used in the same way on keys of this shape.
 
     A convolution may see an input of another size today.
     """
-    site, found = rows.site, None
-    if site.aside:
-        return None
-    base = stream_name(site.label)
-    shape = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
+    base, found = stream_name(site.label), None
     for declared in ledger.info.declarations:
         stream = declared.stream
         same = stream.name == base or stream.name.startswith((f"{base}[", f"{base}@"))
-        if same and _fits(declared, site):
+        if same and not stream.layer and _fits(declared, site):
             if stream.keys == shape:
                 return stream
             if stream.layout:
@@ -336,6 +332,21 @@ def check_model(
     model: nn.Module, recorded: Mapping[str, Tensor], ledger: Ledger, step: int
 ) -> None:
     """Makes sure that the model is the recorded one, as it was after `step`."""
+    given = check_shapes(model, ledger)
+    for book in ledger.info.books:
+        weight, known = given[book.name].detach().cpu().double(), recorded[book.name].double()
+        gap = float((weight - known).norm() / known.norm().clamp_min(1e-12))
+        if gap > 1e-4:
+            run = "run" if step == ledger.last_step else f"run.at({step})"
+            raise ModelMismatchError(
+                f"the model's '{book.name}' differs from the run's at step {step} by {gap:.1e} "
+                f"(relative); load them: model.load_state_dict({run}.state_dict(), strict=False)."
+                f"{_while_recording(ledger, step)}"
+            )
+
+
+def check_shapes(model: nn.Module, ledger: Ledger) -> dict[str, nn.Parameter]:
+    """The model's parameters, if it has all that the run recorded, whatever their values."""
     if not isinstance(model, nn.Module):
         raise ModelMismatchError(
             f"the model is of type {type(model).__name__}; give the trained torch.nn.Module."
@@ -349,16 +360,7 @@ def check_model(
                 f"the model is not the recorded one: its '{book.name}' {has}, the run's has shape "
                 f"{book.shape}."
             )
-    for book in ledger.info.books:
-        weight, known = given[book.name].detach().cpu().double(), recorded[book.name].double()
-        gap = float((weight - known).norm() / known.norm().clamp_min(1e-12))
-        if gap > 1e-4:
-            run = "run" if step == ledger.last_step else f"run.at({step})"
-            raise ModelMismatchError(
-                f"the model's '{book.name}' differs from the run's at step {step} by {gap:.1e} "
-                f"(relative); load them: model.load_state_dict({run}.state_dict(), strict=False)."
-                f"{_while_recording(ledger, step)}"
-            )
+    return given
 
 
 def _while_recording(ledger: Ledger, step: int) -> str:

@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Group
 from rich.text import Text
@@ -19,7 +18,7 @@ from dualform.ledger import Ledger, Samples
 from dualform.ledger.format import RunInfo
 from dualform.ledger.samples import SampleId, plain_list
 from dualform.read.audit import Audit, make_audit
-from dualform.read.coefficients import Accounting
+from dualform.read.coefficients import Accounting, mean_shares
 from dualform.read.contributions import Source
 from dualform.read.display import Displayed, columns, framed, moment
 from dualform.read.engine import Engine, Threads
@@ -27,12 +26,15 @@ from dualform.read.explain import TOLERANCE, Explanation, make_explanation
 from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
 from dualform.read.removal import Removal, make_removal
+from dualform.read.rerun import Loss
+from dualform.read.sample_names import SampleNames
 from dualform.read.scores import Scores
 from dualform.read.spotlight import Spotlight, nothing_by_row, unknown_layer
 from dualform.read.suspicion import make_suspicion
 from dualform.read.targets import Target
 from dualform.read.timeline import Bins, Timeline
-from dualform.read.weights import reconstruct, row_parts
+from dualform.read.weights import reconstruct, row_parts, weights_near
+from dualform.read.zoom import Zoom, make_zoom
 
 NOTHING_YET = "none committed yet: recorder.checkpoint() commits what is recorded so far"
 
@@ -111,7 +113,7 @@ class Run(Displayed):
     @property
     def ids(self) -> list[SampleId]:
         """The ids of all samples that left rows."""
-        return list(self._names[1])
+        return list(self._names.ids)
 
     @cached_property
     def bins(self) -> Bins:
@@ -153,14 +155,7 @@ class Run(Displayed):
                 f"cannot average over steps {list(steps)[:5]}: give steps from 0 to {self.steps}, "
                 "in order, each once."
             )
-        shares = np.zeros(last + 1)
-        ages = np.arange(len(steps))[::-1]
-        if decay is None:
-            shares[list(steps)] = 1 / len(steps)
-        else:
-            begun = np.where(ages == len(steps) - 1, 1.0, 1 - decay)
-            shares[list(steps)] = decay**ages * begun
-        return Run(self._ledger, last, self._device, shares.tolist(), self._engine)
+        return Run(self._ledger, last, self._device, mean_shares(steps, decay), self._engine)
 
     def audit(self) -> Audit:
         """Adds every book up and compares it with the weights that were kept."""
@@ -231,6 +226,34 @@ class Run(Displayed):
         """
         check_model(model, self._weights, self._ledger, self.steps)
         return self._influencer(model, x, target, method, damping, rank)
+
+    def zoom(
+        self,
+        ids: Sequence[SampleId],
+        model: nn.Module,
+        loss: Loss,
+        steps: Sequence[int] | None = None,
+        layers: Sequence[str] | None = None,
+    ) -> Zoom:
+        """The rows of a few samples (tokens, patches, time steps), by running their visits again.
+
+        Each is run on a copy of the model, with the weights that its step saw; with summaries,
+        between those that were kept around it. The result says how near, and how well rows agree.
+
+        Args:
+            model: the trained model, in the mode (`train` or `eval`) in which the samples are run.
+            loss: called as `loss(model, [id])`, it runs that model on the sample as training did,
+                and returns the sample's loss. A factor, such as 1 / batch size, is found.
+            steps, layers: which visits, and the rows of which layers; by default all (at most 100).
+        """
+        who = (self._numbers(ids), plain_list(ids))
+        return make_zoom(self.source, self._weights_near, *who, model, loss, steps, layers)
+
+    def _weights_near(self, step: int) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+        """Weights after a step, or as near to it as they are known; and after which steps."""
+        if any(map(self._ledger.is_summarized, self.info.books)):
+            return weights_near(self._ledger, step)
+        return (step,), self.at(step)._weights
 
     def suspicion(self, layer: str | None = None) -> Scores:
         """`mean ‖e‖` over a sample's rows: how large the errors were that came back to a layer.
@@ -313,7 +336,7 @@ class Run(Displayed):
         facts = self.info.metadata
         lines = {
             "steps": f"{self.steps:,}" if self._ledger.last_step else NOTHING_YET,
-            "samples": f"{len(self._names[1]):,}{', each seen once' if self._seen_once else ''}",
+            "samples": f"{len(self._names.ids):,}{', each seen once' if self._seen_once else ''}",
             "layers by row": ", ".join(self.layers) or "none",
             "optimizer": str(facts.get("optimizer", "")),
             "recorded": f"{moment(facts.get('created', ''))}, {self.nbytes / 1e6:,.1f} MB",
@@ -326,7 +349,7 @@ class Run(Displayed):
     def _seen_once(self) -> bool:
         """Whether no sample came twice: so it looks where a loop of epochs did not name them."""
         visits = self._ledger.column("batches")
-        return len(visits) > 0 and int(visits[:, 1].sum()) == len(self._names[1])
+        return len(visits) > 0 and int(visits[:, 1].sum()) == len(self._names.ids)
 
     @cached_property
     def _accounting(self) -> Accounting:
@@ -347,11 +370,8 @@ class Run(Displayed):
         return weights | {alias: weights[name] for alias, name in aliases.items()}
 
     @cached_property
-    def _names(self) -> tuple[Tensor, list[SampleId]]:
-        """The stored ids that occur, sorted, and what the user calls them."""
-        numbers, strings = torch.unique(self._ledger.samples()), self._ledger.ids.strings
-        listed = numbers.tolist()
-        return numbers, listed if strings is None else [strings[number] for number in listed]
+    def _names(self) -> SampleNames:
+        return SampleNames.of(self._ledger)
 
     def sample_id(self, text: str) -> SampleId:
         """The id that a text stands for: an integer, where this run's ids are integers.
@@ -361,25 +381,12 @@ class Run(Displayed):
         >>> run.sample_id("7")
         7
         """
-        names = self._names[1]
-        is_number = text.removeprefix("-").isdecimal()
-        return int(text) if is_number and names and isinstance(names[0], int) else text
+        return self._names.parse(text)
 
     def _numbers(self, ids: Sequence[SampleId]) -> Tensor:
-        numbers, names = self._names
-        if isinstance(ids, str | int):
-            raise ReadingError(f"got the id {ids!r}; give a list of ids: [{ids!r}].")
-        if not names:
+        if not self._names.ids and not isinstance(ids, str | int):
             raise UnknownSampleError(f"this run knows no samples: {nothing_by_row(self._ledger)}.")
-        position = {name: at for at, name in enumerate(names)}
-        given = plain_list(ids)
-        for name in given:
-            if name not in position:
-                raise UnknownSampleError(
-                    f"sample {name!r} is not in this run; it has {len(names):,} samples, "
-                    f"such as {', '.join(map(repr, names[:3]))}."
-                )
-        return numbers[torch.tensor([position[name] for name in given], dtype=torch.long)]
+        return self._names.numbers_of(ids)
 
     @cached_property
     def _influencer(self) -> Influencer:
@@ -388,7 +395,6 @@ class Run(Displayed):
     @cached_property
     def source(self) -> Source:
         """What readings come from: rows, coefficients, weights, and what samples are called."""
-        numbers, names = self._names
-        accounting, labels = self._accounting, self.samples.labels
-        where = (self._ledger, accounting, self.steps, self._weights)
-        return Source(*where, numbers, names, labels, self._device)
+        where = (self._ledger, self._accounting, self.steps, self._weights)
+        who = (self._names.numbers, self._names.ids, self.samples.labels)
+        return Source(*where, *who, self._device)

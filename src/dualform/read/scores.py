@@ -17,6 +17,7 @@ from dualform.ledger.samples import Label, SampleId
 from dualform.read.display import (
     Amounts,
     Displayed,
+    attributed_words,
     columns,
     framed,
     matplotlib_axes,
@@ -49,6 +50,20 @@ class Check:
     steps: Array
     remainder: Array
     total: Array
+
+    @property
+    def attributed(self) -> Array:
+        """(queries,): the share of what training changed that is attributed to samples.
+
+        Of the sizes of both parts, the evidence of samples and what belongs to none (`steps`).
+
+        >>> Check(*(np.array([x]) for x in (0.5, 0.75, 0.25, 0.0, 1.5))).attributed
+        array([0.75])
+        """
+        samples, nobody = np.abs(self.evidence), np.abs(self.steps)
+        whole = samples + nobody
+        found: Array = np.divide(samples, whole, out=np.ones_like(whole), where=nobody > 0)
+        return found
 
     def lines(self, query: int) -> dict[str, float]:
         """The parts for one query, in the order in which they are added up."""
@@ -156,14 +171,8 @@ class Scores(Amounts):
         return groups[sample]
 
     def _ranked(self, k: int, descending: bool) -> Ranking:
-        if k < 1:
-            raise ReadingError(f"k={k}: ask for at least one sample.")
-        order = np.argsort(-self.values if descending else self.values, axis=0, kind="stable")
-        rows = [
-            self._row(int(sample), query)
-            for query in range(len(self.queries))
-            for sample in order[:k, query]
-        ]
+        places = strongest_lines(self.values, k, descending, "sample")
+        rows = [self._row(sample, query) for sample, query in places]
         return Ranking(rows, f"{self.title}, {'largest' if descending else 'smallest'} first")
 
     def _row(self, sample: int, query: int) -> Ranked:
@@ -172,9 +181,21 @@ class Scores(Amounts):
         return Ranked(self.queries[query], name, self.labels.get(name), value)
 
 
+def strongest_lines(values: Array, k: int, descending: bool, what: str) -> list[tuple[int, int]]:
+    """The k largest or smallest lines of each query: (line, query), query after query.
+
+    >>> strongest_lines(np.array([[1.0], [3.0], [2.0]]), 2, True, "sample")
+    [(1, 0), (2, 0)]
+    """
+    if k < 1:
+        raise ReadingError(f"k={k}: ask for at least one {what}.")
+    order = np.argsort(-values if descending else values, axis=0, kind="stable")[:k]
+    return [(int(line), query) for query in range(values.shape[1]) for line in order[:, query]]
+
+
 @dataclass(frozen=True)
 class Ranked:
-    """One line of a ranking. Rows also know their step and position.
+    """One line of a ranking. Rows also know their step and position, and some their layer.
 
     >>> Ranked("q", 7, None, 0.5, step=3, position=0)
     Ranked(query='q', id=7, value=0.5, step=3, position=0)
@@ -186,6 +207,7 @@ class Ranked:
     value: float
     step: int | None = None
     position: int | None = None
+    layer: str | None = None
 
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if value is not None}
@@ -247,9 +269,9 @@ class Ranking(Displayed):
     @property
     def table(self) -> Table:
         """The lines of the first queries as a rich table, without a title."""
-        names = ["query", "id", "label", "value", "step", "position"]
+        names = ["query", "id", "label", "value", "step", "layer", "position"]
         shown = [n for n in names if any(getattr(row, n) is not None for row in self.rows)]
-        table = columns(shown, words=("query", "id", "label", "position"))
+        table = columns(shown, words=("query", "id", "label", "layer", "position"))
         first = set(list(dict.fromkeys(self._queries))[:SHOWN])
         for row in (row for row in self.rows if row.query in first):
             cells = {name: getattr(row, name) for name in shown} | {"value": signed(row.value)}
@@ -265,4 +287,6 @@ def _sum_line(check: Check | None) -> str:
     if not check.steps.any():
         del parts[BY_STEP]
     summed = " ".join(f"{signed(value)} ({name})" for name, value in parts.items())
-    return f"first query: {summed} = {signed(total)}"
+    line = f"first query: {summed} = {signed(total)}"
+    share = float(check.attributed[0])
+    return line if share == 1 else f"{line}\n{attributed_words(share)}"

@@ -19,7 +19,13 @@ from dualform.errors import ReadingError, UnknownLayerError
 from dualform.ledger import Book, Ledger, Stream, Term
 from dualform.memory import Memory
 from dualform.memory.forms import form_named
-from dualform.read.contributions import AnswerSums, LargestRows, LayerRows, Source
+from dualform.read.contributions import (
+    AnswerSums,
+    LargestRows,
+    LayerRows,
+    RowQuestions,
+    Source,
+)
 from dualform.read.display import Displayed, columns, framed, signed
 from dualform.read.grouping import BySample, ByStep, Grouping
 from dualform.read.key_rows import KeySimilarity, StoredRows
@@ -208,13 +214,27 @@ class Reading(Displayed):
 
     def __rich__(self) -> Group:
         shown = [name for name in self.check.lines(0) if name != BY_STEP or self.check.steps.any()]
-        table = columns(("query", *shown), words=("query",))
+        shares = self.check.attributed
+        names = ("query", *shown, *["attributed"] * bool((shares < 1).any()))
+        table = columns(names, words=("query",))
         for at, name in enumerate(self.names[:12]):
             lines = self.check.lines(at)
-            table.add_row(Text(name), *(signed(lines[part]) for part in shown))
-        note = f"12 of {len(self.names)} queries shown" if len(self.names) > 12 else ""
+            cells = [signed(lines[part]) for part in shown]
+            table.add_row(
+                Text(name), *cells, *[f"{shares[at]:.0%}"] * (len(names) - 1 - len(shown))
+            )
+        notes = [f"12 of {len(self.names)} queries shown"] if len(self.names) > 12 else []
+        if bool((shares < 1).any()):
+            notes.append("attributed: the share of what training changed that samples account for")
         what = "its output" if self.queries.complete else "what its recorded offset adds"
-        return framed(f"layer {self.layer}: {what}, and what it is made of", table, note)
+        return framed(
+            f"layer {self.layer}: {what}, and what it is made of", table, "\n".join(notes)
+        )
+
+    @property
+    def row_questions(self) -> list[RowQuestions]:
+        """What the queries ask of each row."""
+        return [self._rows.asked]
 
     @cached_property
     def _rows(self) -> LayerRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import UnknownStepError
-from dualform.ledger import Book, Stream
+from dualform.ledger import Book, Ledger, Stream
 from dualform.ledger.format import BUFFER
 from dualform.ledger.reader import values_by_step
 from dualform.memory.blocks import Sides
@@ -290,3 +291,42 @@ def reconstruct(accounting: Accounting) -> dict[str, Tensor]:
     """Every parameter as the books add up to it, in float64."""
     books = accounting.ledger.info.books
     return {book.name: whole for book, (whole, _) in balances(accounting, books)}
+
+
+def attributed_share(accounting: Accounting, weights: Mapping[str, Tensor]) -> float:
+    """The share of the change of all parameters that is attributed to samples; 1 where all is."""
+    books = accounting.ledger.info.books
+    lost = [float(sampleless_part(accounting, book).norm()) for book in books]
+    if not any(lost):
+        return 1.0
+    changes = [weights[book.name].double() - initial_part(accounting, book) for book in books]
+    return share_left(lost, [float(change.norm()) for change in changes])
+
+
+def share_left(lost: Sequence[float], sizes: Sequence[float]) -> float:
+    """What is left of some vectors, where so much of each is lost: `1 − ‖lost‖ / ‖all‖`.
+
+    >>> share_left([0.0, 3.0], [4.0, 3.0])
+    0.4
+    """
+    size = math.hypot(*sizes)
+    return max(0.0, 1.0 - math.hypot(*lost) / size) if size else 1.0
+
+
+def weights_near(ledger: Ledger, step: int) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+    """Weights after a step: as kept, or on the line between those kept before it and after it.
+
+    Also the steps after which they were kept, one or two.
+    """
+    kept = ledger.kept_steps
+    before, after = max(k for k in kept if k <= step), [k for k in kept if k > step][:1]
+    if before == step or not after:
+        return (before,), ledger.weights(before)
+    share = (step - before) / (after[0] - before)
+    first, last = ledger.weights(before), ledger.weights(after[0])
+    between = {
+        name: torch.lerp(first[name], last[name], share)
+        for name in first
+        if first[name].is_floating_point()
+    }
+    return (before, *after), first | between

@@ -122,10 +122,9 @@ class Streams:
         for book, term in site.terms.items():
             if self._views.setdefault(book, (term.view, term.groups)) != (term.view, term.groups):
                 return None
-        keys = tuple(rows.keys.shape[rows.keys.ndim - site.key_dims :]) or (1,)
         values = tuple(rows.values.shape[rows.values.ndim - site.value_dims :])
         shared = () if rows.shared is None else tuple(rows.shared.shape)
-        stream = Stream(stream_name(site.label), keys, values, dict(site.layout), shared)
+        stream = Stream(stream_name(site.label), rows.record, values, dict(site.layout), shared)
         for writer in self.all:  # the same use by another call, as x @ W after linear(x, W.T)
             known = writer.opened
             if known.site == site and known.stream == replace(stream, name=known.stream.name):

@@ -1,0 +1,54 @@
+"""What the samples of a run are called, and the numbers under which they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dualform.errors import ReadingError, UnknownSampleError
+from dualform.ledger import Ledger
+from dualform.ledger.samples import SampleId, plain_list
+
+
+@dataclass(frozen=True)
+class SampleNames:
+    """The samples that left rows.
+
+    >>> names = SampleNames(torch.tensor([0, 1]), ["cat", "dog"])
+    >>> names.numbers_of(["dog"]), names.parse("7")
+    (tensor([1]), '7')
+    """
+
+    numbers: Tensor
+    """(samples,): the stored ids that occur, sorted."""
+    ids: list[SampleId]
+    """What the user calls them."""
+
+    @classmethod
+    def of(cls, ledger: Ledger) -> SampleNames:
+        """Those of a run."""
+        numbers, strings = torch.unique(ledger.samples()), ledger.ids.strings
+        listed = numbers.tolist()
+        return cls(numbers, listed if strings is None else [strings[n] for n in listed])
+
+    def parse(self, text: str) -> SampleId:
+        """The id that a text stands for: an integer, where ids are integers."""
+        is_number = text.removeprefix("-").isdecimal()
+        return int(text) if is_number and self.ids and isinstance(self.ids[0], int) else text
+
+    def numbers_of(self, ids: Sequence[SampleId]) -> Tensor:
+        """The stored ids of some samples; those that are not there are refused."""
+        if isinstance(ids, str | int):
+            raise ReadingError(f"got the id {ids!r}; give a list of ids: [{ids!r}].")
+        position = {name: at for at, name in enumerate(self.ids)}
+        given = plain_list(ids)
+        for name in given:
+            if name not in position:
+                raise UnknownSampleError(
+                    f"sample {name!r} is not in this run; it has {len(self.ids):,} samples, "
+                    f"such as {', '.join(map(repr, self.ids[:3]))}."
+                )
+        return self.numbers[torch.tensor([position[name] for name in given], dtype=torch.long)]
