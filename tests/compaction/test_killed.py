@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import signal
 from collections.abc import Iterator
@@ -12,14 +11,12 @@ from pathlib import Path
 import pytest
 from tests.compaction.killed_victim import main
 from tests.compaction.runs import contents, recorded
+from tests.processes import SERVER
 
 import dualform
 from dualform import compaction
 from dualform.compaction.folders import Folders
 from dualform.errors import LedgerError, NotARunError
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.compaction.killed_victim"])  # torch is imported once for all
 
 
 def killed(path: Path, action: str, at_once: bool) -> Iterator[int]:
