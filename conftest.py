@@ -21,6 +21,33 @@ def pytest_sessionstart() -> None:
     import dualform  # noqa: F401
 
 
+TRAINED = ("fitted", "trained", "stepped")
+"""Fixtures that train a case once for all tests of a process."""
+TOGETHER = ("test_cli.py", "test_build.py", "explore")
+"""Files and folders whose fixtures take longer than their tests: a demo, a wheel, a browser."""
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """What tests are called that run in one process, because they share what takes long to make."""
+    if not isinstance(item, pytest.Function):
+        return None
+    for place in TOGETHER:
+        if place in (item.path.name, item.path.parent.name):
+            return place
+    trained = any(name in item.fixturenames for name in TRAINED)
+    given = item.callspec.params if trained and hasattr(item, "callspec") else {}
+    return ", ".join(sorted(value for value in given.values() if isinstance(value, str))) or None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`pytest -n 2` hands a group to one process; see `--dist` in pyproject.toml."""
+    for item in items:
+        group = group_of(item)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fixtures draw the same numbers, whichever tests came before."""

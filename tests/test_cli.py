@@ -1,4 +1,7 @@
-"""The command line, as a person or a script meets it: real processes."""
+"""The command line, as a person or a script meets it: real processes.
+
+Most are forked from one that has imported the package. Those that are `begun_anew` are not.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.processes import dualform
 
 EXPLAIN = ("explain", "runs/digits", "--model", "dualform.demo:make_model", "--input")
 
 
-def dualform(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def begun_anew(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dualform", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
@@ -22,7 +26,7 @@ def dualform(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo, run once."""
     folder = tmp_path_factory.mktemp("demo")
-    result = dualform("demo", "--epochs", "3", cwd=folder)
+    result = begun_anew("demo", "--epochs", "3", cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "100% of trained parameters by row" in result.stdout
     assert "the report is runs/digits.html" in result.stdout
@@ -82,7 +86,8 @@ def test_info_names_a_damaged_log(demo: Path, tmp_path: Path) -> None:
         assert "is altered: the seal of line 2 does not fit" in result.stderr
         assert "Every committed byte" not in result.stdout
     assert "seal of line 2" in json.loads(result.stdout)["problems"][0]
-    result = dualform("audit", "run", cwd=tmp_path)
+    result = begun_anew("audit", "run", cwd=tmp_path)
+    assert result.returncode == 1
     assert "is damaged" in result.stderr
 
 
@@ -178,7 +183,7 @@ def test_evaluate_retrain_and_lds(tmp_path: Path) -> None:
     """A task in a module of the user's own folder, its ground truth, and scores held against it."""
     (tmp_path / "mine.py").write_text("def total(ids, seed):\n    return [ids.sum(), -ids.sum()]\n")
     asked = ("evaluate", "retrain", "mine:total", "--samples", "12", "--subsets", "6")
-    made = dualform(*asked, "--folder", "truth", "--workers", "1", "--json", cwd=tmp_path)
+    made = begun_anew(*asked, "--folder", "truth", "--workers", "1", "--json", cwd=tmp_path)
     facts = json.loads(made.stdout)
     assert facts["truth"] == "truth/truth.npz"
     assert (facts["subsets"], facts["seeds"], facts["queries"]) == (6, 3, 2)

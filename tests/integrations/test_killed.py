@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,9 @@ from tests.integrations.killed_victims import (
     train_transformers,
     transformers_trainer,
 )
+from tests.processes import SERVER
 
 import dualform
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.integrations.killed_victims"])
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),

@@ -10,7 +10,7 @@ from tests.cases.case import REFUSED
 from tests.cases.optimizers import OPTIMIZERS, trained
 from tests.laws.conftest import Fit
 from tests.laws.training import DECAYING, STEPS, fit, new_model, pairs
-from torch import Tensor
+from torch import Tensor, nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 
@@ -47,11 +47,13 @@ def test_a_run_at_a_step_is_the_training_stopped_there(
     fitted: Fit, name: str, optimizer: str
 ) -> None:
     run = fitted(name, optimizer, torch.float64).run
-    for step in range(STEPS):
-        stopped, _ = fit(name, optimizer, torch.float64, steps=step)
+
+    def compare(step: int, model: nn.Module) -> None:
         read = run.at(step).state_dict()
-        for book, weight in stopped.named_parameters():
+        for book, weight in model.named_parameters():
             assert gap(read[book], weight) <= EXACT, (step, book)
+
+    fit(name, optimizer, torch.float64, before_step=compare)
 
 
 @pytest.mark.parametrize(("name", "optimizer"), PAIRS)

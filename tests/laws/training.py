@@ -51,7 +51,11 @@ def new_model(case: Case, dtype: torch.dtype) -> nn.Module:
 
 
 def fit(
-    name: str, optimizer: str, dtype: torch.dtype, path: Path | None = None, steps: int = STEPS
+    name: str,
+    optimizer: str,
+    dtype: torch.dtype,
+    path: Path | None = None,
+    before_step: Callable[[int, nn.Module], None] = lambda step, model: None,
 ) -> tuple[nn.Module, Optimizer]:
     """Trains a case with dropout; records if a path is given."""
     case = CASES[name]
@@ -59,7 +63,8 @@ def fit(
     made = OPTIMIZERS[optimizer](trained(model))
     torch.manual_seed(1)
     with recording(model, made, path) as name_samples:
-        for step in range(steps):
+        for step in range(STEPS):
+            before_step(step, model)
             for number in range(PARTS * step, PARTS * (step + 1)):
                 inputs = case.batch(number, dtype)
                 name_samples(case.names(number, inputs))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 
-from dualform.layers.unroll import Recurrence, WeightRows, is_recurrent, rows_of
+from dualform.layers.recurrence import Recurrence, is_recurrent
+from dualform.layers.unroll import WeightRows, rows_of
 
 INPUT, HIDDEN, TIME = 3, 4, 5
 LENGTHS = (2, 5, 1, 5)
@@ -36,13 +37,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 
 class Watching(TorchFunctionMode):
-    """Keeps the recurrent calls, and the rows made in the midst of the backward."""
+    """Keeps the recurrent calls, and the rows made in the midst of the backward.
+
+    They are made twice: with the hidden states that the call returned, and without knowing them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Recurrence] = []
         self.outputs: tuple[Tensor, ...] = ()
         self.rows: list[WeightRows] = []
+        self.without_output: list[WeightRows] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -57,7 +62,8 @@ class Watching(TorchFunctionMode):
         return result
 
     def recompute(self, grads: Sequence[Tensor | None]) -> None:
-        self.rows = rows_of(self.calls[-1], grads)
+        self.rows = rows_of(self.calls[-1].returned(self.outputs[0]), grads)
+        self.without_output = rows_of(self.calls[-1], grads)
 
 
 class Case(NamedTuple):
@@ -87,7 +93,16 @@ def train(net: nn.Module, x: Tensor, given: Sequence[Any], carrying: str) -> Cas
     outputs = watching.outputs
     chosen = {"output": outputs[:1], "state": outputs[-1:], "all": outputs}[carrying]
     torch.autograd.backward([(y * torch.randn_like(y)).sum() for y in chosen])
+    for rows, other in zip(watching.rows, watching.without_output, strict=True):
+        assert_same(rows, other, 1e-12 if x.dtype == torch.float64 else 1e-5)
     return Case(x, watching.calls[-1], watching.rows)
+
+
+def assert_same(rows: WeightRows, expected: WeightRows, tolerance: float) -> None:
+    assert rows.weight is expected.weight
+    assert rows.values is not None
+    near(rows.keys, expected.keys, tolerance)
+    near(rows.values, expected.values, tolerance)
 
 
 def padded_input(layout: str, net: nn.Module, shape: Sequence[int]) -> tuple[Tensor, Any]:
@@ -297,6 +312,34 @@ def test_dropout_is_replayed_and_leaves_no_trace() -> None:
     assert (once[-2].keys == 0).any()
     assert evaluating.rng is None
     assert evaluating.replayable
+
+
+def test_an_output_that_was_changed_in_place_is_not_read() -> None:
+    net, x = nn.GRU(INPUT, HIDDEN, 2).double(), torch.randn(TIME, BATCH, INPUT).double()
+    with Watching() as watching:
+        output, _ = net(x)
+    call, grads = watching.calls[-1], [torch.randn_like(output)]
+    known = call.returned(output)
+    expected = rows_of(call, grads)
+    output.detach().mul_(2)
+    for rows, other in zip(rows_of(known, grads), expected, strict=True):
+        assert_same(rows, other, 0.0)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_layers_are_run_again_without_a_trace(maker: str) -> None:
+    net, x = MAKERS[maker](INPUT, HIDDEN, 2), torch.randn(TIME, BATCH, INPUT)
+    with Watching() as watching:
+        output, _ = net(x)
+    grads, before = [torch.ones_like(output)], torch.get_rng_state()
+    given, weights = grads[0].clone(), [weight.clone() for weight in net.parameters()]
+    with Watching() as seen:
+        rows_of(watching.calls[-1].returned(output), grads)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(grads[0], given)
+    assert all(map(torch.equal, net.parameters(), weights))
+    used = {id(weight) for call in seen.calls for weight in call.weights}
+    assert used.isdisjoint(map(id, net.parameters()))
 
 
 def test_arguments_by_name() -> None:

@@ -3,7 +3,6 @@
 Prints the step after every `checkpoint`, when the step is promised to be durable.
 """
 
-import sys
 from pathlib import Path
 
 import torch
@@ -13,12 +12,16 @@ import dualform
 from dualform.ledger import writer
 
 
+def fresh() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
 def main(path: Path, resume: bool, side_by_side: int) -> None:
     writer.SIDE_BY_SIDE = side_by_side
     state_file = path.parent / "state.pt"
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = fresh()
     if resume:
         saved = torch.load(state_file)
         model.load_state_dict(saved["model"])
@@ -37,7 +40,3 @@ def main(path: Path, resume: bool, side_by_side: int) -> None:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, draft)
             draft.replace(state_file)
             print("step", recorder.step, flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "resume", int(sys.argv[3]))

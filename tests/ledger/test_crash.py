@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from tests.ledger.crash_victim import fresh, main
+from tests.processes import started
 
 import dualform
-
-VICTIM = Path(__file__).with_name("crash_victim.py")
+from dualform.errors import RunLockedError
 
 
 def run_and_kill(path: Path, mode: str, delay: float, side_by_side: int = 0) -> int:
     """Runs a victim and kills it `delay` seconds into training; returns the step it promised."""
-    command = [sys.executable, str(VICTIM), str(path), mode, str(side_by_side)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as victim:
-        assert victim.stdout is not None
-        started = victim.stdout.readline()
-        assert started.startswith("started"), "the victim died before it could be killed"
+    with started(main, path, mode == "resume", side_by_side) as (victim, printed):
+        begun = printed.readline()
+        assert begun.startswith("started"), "the victim died before it could be killed"
         killer = threading.Timer(delay, victim.kill)
         killer.start()
-        promised = [int(started.split()[1])]
-        promised += [int(line.split()[1]) for line in victim.stdout if line.endswith("\n")]
+        promised = [int(begun.split()[1])]
+        promised += [int(line.split()[1]) for line in printed if line.endswith("\n")]
         killer.join()
-    assert victim.returncode == -signal.SIGKILL
+    assert victim.exitcode == -signal.SIGKILL
     return promised[-1]
 
 
@@ -63,14 +60,10 @@ def test_killed_two_hundred_times(seed: int, tmp_path: Path) -> None:
 
 def test_a_second_process_is_turned_away(tmp_path: Path) -> None:
     """While one process records, another gets an error; after its death, the run is free."""
-    command = [sys.executable, str(VICTIM), str(tmp_path / "run")]
-    with subprocess.Popen([*command, "new", "0"], stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        while not first.stdout.readline().startswith("step"):
+    with started(main, tmp_path / "run", False, 0) as (first, printed):
+        while not printed.readline().startswith("step"):
             time.sleep(0.01)
-        second = subprocess.run(
-            [*command, "resume", "0"], capture_output=True, text=True, check=False
-        )
-        assert "RunLockedError: another process is recording into" in second.stderr
+        with pytest.raises(RunLockedError, match="another process is recording into"):
+            dualform.record(*fresh(), tmp_path / "run", resume=True).__enter__()
         first.kill()
     assert run_and_kill(tmp_path / "run", "resume", 0.3) > 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from pathlib import Path
 
 import pytest
 import torch
+from tests.processes import SERVER
 from tests.recording.killed_victim import fresh, main, save, steps
 from tests.told import told
 from torch import nn
@@ -18,10 +18,6 @@ from dualform.ledger.log import open_line
 
 MOMENTS = {"save mark": 9, "mark save": 9, "save": 6}
 """Before the first of each round, after it, and after the second: three rounds."""
-
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.recording.killed_victim"])  # torch is imported once for all
 
 
 @pytest.mark.parametrize("optimizer_name", ["sgd", "adam"])

@@ -1,4 +1,4 @@
-"""Recurrent layers, whose fused kernels hide the errors of each time step: they are recomputed."""
+"""Recurrent layers, whose fused kernels hide the errors of each time step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.layers.unroll import Recurrence, rows_of
+from dualform.layers.recurrence import Recurrence
+from dualform.layers.unroll import rows_of
 from dualform.layers.use import (
     Finder,
     Function,
@@ -46,7 +47,8 @@ class Recurrent(LayerKind):
         out = func(*args, **kwargs)
         if call is None or not call.replayable:
             return out, None  # dropout drawn inside a fused kernel
-        return out, RecurrentUse(find, call, out if isinstance(out, tuple) else (out,))
+        outputs = out if isinstance(out, tuple) else (out,)
+        return out, RecurrentUse(find, call.returned(outputs[0]), outputs)
 
 
 class RecurrentUse:
