@@ -21,7 +21,7 @@ from torch import Tensor
 from dualform.ledger.format import Declaration
 from dualform.ledger.tensors import raw
 
-LEAST_BYTES = 64
+LEAST_BYTES = 32
 """Keys of a visit that take less are stored as they come: a place takes 8 bytes."""
 MOST_KNOWN = 1 << 22
 """Of so many visits a stream's keys are remembered, with 24 bytes each."""
