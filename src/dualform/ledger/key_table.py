@@ -13,6 +13,9 @@ from dualform.ledger.codecs import Column
 from dualform.ledger.sessions import Shard
 from dualform.ledger.tensors import MappedFile
 
+CACHED_BYTES = 512 << 10
+"""How many bytes are copied on their way at a time, so that a processor's cache holds them."""
+
 
 def key_places(
     shard: Shard, stream: str, columns: Mapping[str, Column], counts: Tensor
@@ -78,8 +81,10 @@ class KeyTable:
             stored = self._stored(shard, f"{self._stream}/{array}").view(words)
             if len(own) == len(records):
                 torch.index_select(stored, 0, at, out=found)
-            else:
-                found[own] = stored[at]
+                continue
+            together = max(1, CACHED_BYTES // max(1, size))
+            for some, here in zip(own.split(together), at.split(together), strict=True):
+                found.index_copy_(0, some, stored.index_select(0, here))
         return found.view(column.dtype)
 
     def _stored(self, shard: Shard, name: str) -> Tensor:
