@@ -25,7 +25,6 @@ from dualform.read.engine import Fold, ShardRange
 from dualform.read.progress import advance
 
 CHUNK_BYTES = 16 << 20
-GATHER_DIV = 1
 
 
 class RowColumns:
@@ -224,8 +223,7 @@ def chunks(
     if stream.layout:  # what a record takes once it is expanded
         patch = stream.keys[0] * math.prod(stream.layout["kernel"])
         width += 4 * patch * positions(stream)
-    bytes_together = CHUNK_BYTES if columns.places is None else CHUNK_BYTES // GATHER_DIV
-    records = max(1, bytes_together // max(1, width))
+    records = max(1, CHUNK_BYTES // max(1, width))
     file, mapped = shard.shard.file, shard.shard.file.mapped()
     stored = StoredRecords(shard.shard, stream, columns, mapped)
     shared, uses = f"{stream.name}/shared", None
