@@ -34,6 +34,23 @@ def int8(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]
     return np.rint(x / scales).astype(np.int8), scales
 
 
+def keys(shards: list[tuple[dict[str, Any], dict[str, Any]]], at: int, stream: str) -> Any:
+    """The keys of a stream's records in a shard; of each shard of the log, its line and arrays."""
+    line, arrays = shards[at]
+    source = line.get("same_keys", {}).get(stream, stream)
+    if f"{source}/places" not in arrays:
+        return arrays[f"{source}/keys"]
+    table: list[Any] = []
+    for own, held in shards[: at + 1]:
+        if source in [declared["stream"]["name"] for declared in own["streams"]]:
+            table = []
+        table += [held[f"{source}/keys"]] if f"{source}/keys" in held else []
+    sizes, segments = dict(arrays["batches"].tolist()), arrays[f"{stream}/segments"].tolist()
+    counts = [each for _, batch, each in segments for _ in range(sizes[batch])]
+    every, places = np.concatenate(table), arrays[f"{source}/places"].tolist()
+    return np.concatenate([every[p : p + n] for p, n in zip(places, counts, strict=True)])
+
+
 def residual(x: NDArray[np.float32], e: NDArray[np.float32]) -> tuple[Array, Array]:
     """What entries in bfloat16 miss of a linear layer's rows: of its weight, and of its bias."""
     X, E, X_, E_ = (part.astype(np.float64) for part in (x, e, bfloat16(x), bfloat16(e)))

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dualform
 from dualform.errors import DualformError
@@ -27,12 +27,27 @@ PATIENCE = 20
 """Seconds after which a read counts as hanging."""
 
 
+class Twice(nn.Module):
+    """Two layers with the same keys, which come again in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.one(x).tanh() * self.other(x)
+        return found
+
+
 def record_run(path: Path) -> None:
-    """A run of two sessions with everything in it: rows, residuals, weights, ids, samples."""
+    """A run of two sessions with everything in it: rows, residuals, weights, ids, samples.
+
+    Keys are stored once, by one of two streams and in one of three shards.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model = nn.Sequential(Twice(), nn.Linear(4, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    x = torch.randn(3, 3)
+    x = torch.randn(3, 8)
     for keep in ("rows", "int8"):
         with Recorder(model, optimizer, path, resume=path.exists(), keep=keep) as recorder:
             recorder.describe(["ant", "bee", "cat"], labels=[0, 1, 0], previews=["a", "b", "c"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from tests.ledger import format_rules
 from tests.ledger.make_format_4 import FORMAT_4, make
 
@@ -109,6 +111,34 @@ def test_a_residual_is_what_decoded_rows_miss(tmp_path: Path) -> None:
             np.testing.assert_allclose(found, residual, rtol=1e-6, atol=1e-12)
     assert ledgers["bfloat16"].column("weight/residual_steps").tolist() == [1, 2, 3, 4]
     assert ledgers["bfloat16"].column("weight/residuals").dtype == torch.float32
+
+
+def test_keys_are_found_where_they_were_stored_once(tmp_path: Path) -> None:
+    """Two layers on one input, which comes again in another order: by the words, every record."""
+    torch.manual_seed(0)
+    one, other, x = torch.nn.Linear(10, 3), torch.nn.Linear(10, 2), torch.randn(6, 2, 10)
+    model = torch.nn.ModuleDict({"one": one, "other": other})
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with Recorder(model, optimizer, tmp_path / "run", keep="rows") as recorder:
+        for step in range(6):
+            seen.append(x[torch.randperm(6)[:4]])
+            recorder.samples(range(4))
+            (one(seen[-1]).sum() + other(seen[-1]).square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 2:
+                recorder.checkpoint()
+    (log,) = (tmp_path / "run").glob("writer-*/commits.jsonl")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [line for line in lines if line["kind"] == "rows"]
+    shards = [(line, load_file(log.parent / line["file"])) for line in rows]
+    assert all(line["same_keys"] == {"other": "one"} for line in rows)
+    assert "one/places" in shards[-1][1]
+    for at in range(3):
+        expected = torch.cat(seen[2 * at : 2 * at + 2]).reshape(-1, 10)
+        for stream in model:
+            found = format_rules.keys(shards, at, stream)
+            np.testing.assert_array_equal(found, expected.numpy())
 
 
 def test_a_run_of_format_4_is_read() -> None:

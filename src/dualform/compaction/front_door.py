@@ -13,9 +13,10 @@ from typing import Any
 
 from rich.console import Group
 from rich.text import Text
+from torch import Tensor
 
 from dualform.compaction.folders import Folders
-from dualform.compaction.rounding import Rounding
+from dualform.compaction.rounding import Rounding, has_rows, read_arrays
 from dualform.compaction.summarizing import Summarizing
 from dualform.errors import LedgerError, RecordingError
 from dualform.ledger import Declaration, Ledger, Shard
@@ -230,7 +231,7 @@ class SmallerShards:
     def __call__(self, shard: Shard) -> NewShard:
         """The arrays of a smaller shard, and its declarations."""
         declared = self._declared.setdefault(shard.path.parent, set())
-        arrays = {name: [array] for name, array in shard.file.read_all(shard.file.arrays).items()}
+        arrays = self._arrays(shard)
         self.rounding.apply(shard, arrays)
         new = self.summarizing.apply(shard, arrays, declared)
         streams: list[Declaration] = []
@@ -239,6 +240,16 @@ class SmallerShards:
             streams += [own for own in new if own.stream.layer == one.stream.name]
         streams += [one for one in new if one not in streams]
         return NewShard(arrays, streams)
+
+    def _arrays(self, shard: Shard) -> dict[str, list[Tensor]]:
+        """The arrays of a shard, in which every stream has the keys of all its records."""
+        arrays = {name: [array] for name, array in shard.file.read_all(shard.file.arrays).items()}
+        for stream in self.ledger.info.streams:
+            in_table = arrays.pop(f"{stream.name}/places", None) is not None
+            if has_rows(shard, stream) and (in_table or shard.keys_of(stream.name) != stream.name):
+                for name, array in read_arrays(shard, stream).items():
+                    arrays[f"{stream.name}/{name}"] = [array]
+        return arrays
 
 
 def _check_room(ledger: Ledger, smaller: SmallerShards, run: Path) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from dualform.ledger import Book, Codec, Declaration, Ledger, Records, Shard, Stream
 from dualform.ledger.codecs import CODECS
 from dualform.ledger.reader import values_by_step
-from dualform.read.scan import check_arrays, stored_arrays, widths
+from dualform.read.engine import ShardRange
+from dualform.read.scan import RowColumns, StoredRecords, check_arrays, stored_arrays, widths
 from dualform.recording.accounts import accounts_of
 from dualform.recording.entries import residual_arrays, residuals
 from dualform.recording.keep import Policy, codec_for
@@ -34,16 +35,30 @@ def segments_of(shard: Shard, stream: Stream) -> tuple[Tensor, Tensor]:
     return segments, samples
 
 
+def read_arrays(shard: Shard, stream: Stream) -> dict[str, Tensor]:
+    """The arrays of all records of a stream in a shard, as its codec made them."""
+    columns = RowColumns(ShardRange(shard, shard.first, shard.last), stream)
+    return StoredRecords(shard, stream, columns).read(0, len(columns.steps))
+
+
+def stored_bytes(shard: Shard, stream: Stream, codec: Codec) -> int:
+    """What the records of a stream in a shard take by a codec, which keeps as many keys."""
+    values = shard.file.rows(f"{stream.name}/{codec.value_arrays[0]}")
+    keys = shard.file.rows(f"{stream.name}/{codec.key_arrays[0]}")
+    return sum(
+        column.width * column.dtype.itemsize * (keys if name in codec.key_arrays else values)
+        for name, column in codec.arrays(*widths(stream)).items()
+    )
+
+
 def read_rows(shard: Shard, stream: Stream) -> StreamRows:
     """The records of a stream in a shard, decoded, in the types in which they were recorded.
 
     Their segments have the numbers of steps.
     """
     segments, samples = segments_of(shard, stream)
-    names = {name: f"{stream.name}/{name}" for name in stored_arrays(shard, stream)}
-    read = shard.file.read_all(names.values())
     codec, counts = shard.codec(stream.name), samples * segments[:, 2]
-    decoded = codec.decode({name: read[full] for name, full in names.items()}, 0, int(counts.sum()))
+    decoded = codec.decode(read_arrays(shard, stream), 0, int(counts.sum()))
     keys, values = (t.to(dtype) for t, dtype in zip(decoded, codec.recorded, strict=True))
     shared = shard.file.read(f"{stream.name}/shared") if stream.shared else None
     return StreamRows(keys, values, segments, counts, shared)
@@ -142,9 +157,8 @@ class Rounding:
         saved, new_steps = 0, dict[str, set[int]]()
         for stream in self._changed(shard):
             old, new = shard.codec(stream.name), self.codec(shard, stream)
-            segments, samples = segments_of(shard, stream)
-            less = old.bytes_per_row(*widths(stream)) - new.bytes_per_row(*widths(stream))
-            saved += int((samples * segments[:, 2]).sum()) * less
+            segments, _ = segments_of(shard, stream)
+            saved += stored_bytes(shard, stream, old) - stored_bytes(shard, stream, new)
             for name in self.ledger.info.terms_of(stream.name) if new.leaves_residual else ():
                 new_steps.setdefault(name, set()).update(segments[:, 0].tolist())
         for book in self.ledger.info.books:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dualform.compaction.divisors import replayed_divisors
-from dualform.compaction.rounding import has_rows, read_rows, segments_of
+from dualform.compaction.rounding import has_rows, read_rows, segments_of, stored_bytes
 from dualform.layers import Site, positions, sample_major
 from dualform.ledger import Codec, Declaration, Ledger, Records, Shard, Stream
 from dualform.memory.blocks import as_matrix
@@ -95,9 +95,9 @@ class Summarizing:
         for shard in self.ledger.shards:
             if not has_rows(shard, stream):
                 continue
-            segments, samples = segments_of(shard, stream)
-            width = shard.codec(stream.name).bytes_per_row(*widths(stream))
-            stored += width * int((samples * segments[:, 2]).sum())
+            codec = shard.codec(stream.name)
+            width = codec.bytes_per_row(*widths(stream))
+            stored += stored_bytes(shard, stream, codec)
             for rows, order in _uses(shard, stream) if seen < wanted and parts is None else ():
                 first = first or (rows, order, width * len(rows.keys))
                 parts = self._reduce(reducer, rows, order)

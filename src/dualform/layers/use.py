@@ -47,6 +47,8 @@ class Rows(NamedTuple):
     values: Tensor | None
     shared: Tensor | None = None
     """A matrix with which the blocks of all these rows are multiplied, where they are."""
+    is_data: bool = False
+    """Whether keys are what the call was given, and do not depend on what is trained."""
 
     @property
     def record(self) -> tuple[int, ...]:
@@ -85,7 +87,9 @@ class Use:
             return (Rows(self.site, keys, None),)
         error = errors[0]
         assert error is not None
-        return (Rows(self.site, keys, error if self.value is None else self.value(error)),)
+        is_data = keys is self.key and not keys.requires_grad
+        values = error if self.value is None else self.value(error)
+        return (Rows(self.site, keys, values, None, is_data),)
 
 
 @dataclass(slots=True)

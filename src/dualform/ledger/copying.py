@@ -26,6 +26,7 @@ from dualform.ledger.format import (
 from dualform.ledger.log import END, FOLDER, Head, Log, LogWriter, Record
 from dualform.ledger.reader import Ledger
 from dualform.ledger.sessions import Commit, Shard
+from dualform.ledger.shared_keys import SharedKeys
 from dualform.ledger.writer import LOCK, write_vouched
 
 SEALS = ("after", "line_crc32")
@@ -38,15 +39,16 @@ class NewShard(NamedTuple):
     streams: Sequence[Declaration]
 
 
-def copy_run(ledger: Ledger, to: Path, rewrite: Callable[[Shard], NewShard | None]) -> None:
+def copy_run(ledger: Ledger, to: Path, rewrite: Callable[[Shard], NewShard] | None = None) -> None:
     """Writes a copy of a run into a folder that is there; `run.json` comes last.
 
-    `rewrite` is asked for each shard, log by log, and returns None for those that stay as they are.
+    `rewrite` is asked for each shard, log by log; without it, all stay as they are. In what it
+    gives, every stream has its keys. Those that are there already are left out again.
 
     >>> import tempfile; from dualform.testing import tiny_run
     >>> run, _, _ = tiny_run()
     >>> copy = Path(tempfile.mkdtemp())
-    >>> copy_run(Ledger(run.path), copy, lambda shard: None)
+    >>> copy_run(Ledger(run.path), copy)
     >>> Ledger(copy).last_step, list(Ledger(copy).check())
     (6, [])
     """
@@ -70,19 +72,25 @@ def _copy_log(
     commits: Sequence[Commit],
     folder: Path,
     before: Head | None,
-    rewrite: Callable[[Shard], NewShard | None],
+    rewrite: Callable[[Shard], NewShard] | None,
 ) -> LogWriter:
     folder.mkdir()
     assert log.start is not None
+    keys, shards = SharedKeys(), [commit for commit in commits if isinstance(commit, Shard)]
+    repeating = {name for shard in shards for name in shard.repeating}
     writer = LogWriter(folder, _unsealed(log.start), before)
     for commit in commits:
         record, file = _unsealed(commit.record), folder / commit.path.name
-        new = rewrite(commit) if isinstance(commit, Shard) else None
-        if new is None:
+        if rewrite is None or not isinstance(commit, Shard):
             _link(commit.path, file)
         else:
+            new = rewrite(commit)
+            arrays = {name: list(parts) for name, parts in new.arrays.items()}
+            record.pop("same_keys", None)
+            if same_keys := keys.leave_out(arrays, new.streams, repeating):
+                record["same_keys"] = same_keys
             streams = [declared.to_json() for declared in new.streams]
-            record |= {**write_vouched(file, new.arrays), "streams": streams}
+            record |= {**write_vouched(file, arrays), "streams": streams}
         sync_folder(folder)
         writer.append(record)
     writer.close()

@@ -45,6 +45,10 @@ class Commit:
             )
         return TensorFile(self.path, self.record.get("index_crc32"))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the opened file, where it is sent elsewhere."""
+        return {name: value for name, value in vars(self).items() if name != "file"}
+
 
 @dataclass(frozen=True)
 class Shard(Commit):
@@ -62,6 +66,8 @@ class Shard(Commit):
     """The streams that its line in the log declares."""
     codecs: Mapping[str, Codec]
     """How the rows of each stream are kept, by the stream's name."""
+    log: Sequence[Shard] = field(default=(), repr=False, compare=False)
+    """All shards of its log, in order."""
 
     @property
     def first(self) -> int:
@@ -78,6 +84,32 @@ class Shard(Commit):
         if stream not in self.codecs:
             raise CorruptError(f"the log of '{self.path}' does not declare the stream '{stream}'.")
         return self.codecs[stream]
+
+    def keys_of(self, stream: str) -> str:
+        """The stream whose keys a stream has here: itself, unless the log's line names another."""
+        return str(self.record.get("same_keys", {}).get(stream, stream))
+
+    def array(self, stream: str, name: str) -> str:
+        """What an array of a stream is called here."""
+        is_key = name in self.codec(stream).key_arrays
+        return f"{self.keys_of(stream) if is_key else stream}/{name}"
+
+    @property
+    def repeating(self) -> set[str]:
+        """The streams whose keys here are among all that its log has."""
+        ends = [name.rpartition("/") for name in self.file.arrays]
+        return {stream for stream, _, array in ends if array == "places"}
+
+    def in_one_table(self, stream: str) -> list[Shard]:
+        """The shards of its log up to itself whose keys of a stream are of one kind."""
+        found: list[Shard] = []
+        for shard in self.log:
+            if any(one.stream.name == stream for one in shard.declared):
+                found = []
+            found.append(shard)
+            if shard.path == self.path:
+                break
+        return found
 
 
 @dataclass
@@ -211,6 +243,7 @@ def _session(start: Record) -> tuple[Session, int]:
 def _commits(log: Log, rank: int) -> Iterator[Commit]:
     """The files that a log names, after a look at the fields that everything relies on."""
     codecs: dict[str, Codec] = {}
+    shards: list[Shard] = []
     for record in log.commits:
         kinds: dict[str, tuple[str, ...]] = {"rows": ("first", "last"), "weights": ("step",)}
         _check_numbers(record, ("bytes", "crc32", *kinds[record["kind"]]))
@@ -227,7 +260,11 @@ def _commits(log: Log, rank: int) -> Iterator[Commit]:
         declared = tuple(map(Declaration.from_json, record["streams"]))
         if declared:
             codecs = codecs | {d.stream.name: d.codec for d in declared}
-        yield Shard(log.folder / name, record, rank, declared, codecs)
+        same_keys = record.get("same_keys", {})
+        if not all(isinstance(one, str) for pair in same_keys.items() for one in pair):
+            raise ValueError(f"'same_keys' is {same_keys!r}, not names of streams")
+        shards.append(Shard(log.folder / name, record, rank, declared, codecs, shards))
+        yield shards[-1]
 
 
 def _check_numbers(record: Mapping[str, Any], names: Sequence[str]) -> None:

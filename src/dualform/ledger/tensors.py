@@ -233,9 +233,9 @@ class TensorFile:
                 raise CorruptError(f"'{self.path}' ends before its arrays do.")
             target = target[count:]
 
-    def mapped(self) -> MappedFile:
-        """The file in memory as it is read, for running through it."""
-        return MappedFile(self)
+    def mapped(self, *, in_order: bool = True) -> MappedFile:
+        """The file in memory as it is read: for running through it, or for going to and fro."""
+        return MappedFile(self, in_order)
 
     def checksum(self) -> int:
         """CRC-32 of the whole file."""
@@ -246,11 +246,11 @@ class TensorFile:
 class MappedFile:
     """A mapped file whose rows are views, read ahead by the system and let go behind."""
 
-    def __init__(self, file: TensorFile) -> None:
+    def __init__(self, file: TensorFile, in_order: bool) -> None:
         self._file = file
         with open_plain(file.path) as opened:  # copy-on-write, so that torch takes it as writable
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-        if hasattr(mmap, "MADV_SEQUENTIAL"):  # other systems manage by themselves
+        if in_order and hasattr(mmap, "MADV_SEQUENTIAL"):  # other systems manage by themselves
             self._map.madvise(mmap.MADV_SEQUENTIAL)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:

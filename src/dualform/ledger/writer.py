@@ -45,6 +45,7 @@ from dualform.ledger.log import (
     writer_folders,
 )
 from dualform.ledger.reader import Ledger
+from dualform.ledger.shared_keys import SharedKeys
 from dualform.ledger.tensors import index_checksum, write_tensors
 
 LOCK = re.compile(r"writer-(0|[1-9][0-9]*)\.lock")
@@ -68,6 +69,8 @@ class ShardBlock:
     notes: list[dict[str, Any]] = field(default_factory=list)
     streams: list[Declaration] = field(default_factory=list)
     """What readers must know of streams that this writer has not declared before."""
+    repeating: frozenset[str] = frozenset()
+    """The streams that may see the same keys again, as those of a first layer do."""
     written: Callable[[], None] | None = None
     """Called when the arrays are on disk and their memory may be used again."""
 
@@ -93,6 +96,7 @@ class LedgerWriter:
         self._lock = lock
         self._blocks: list[ShardBlock] = []
         self._queue = CommitQueue(SIDE_BY_SIDE)
+        self._keys = SharedKeys()
         self._files = 0
         self.committed = int(start["step"])
         self._open = True
@@ -187,8 +191,12 @@ class LedgerWriter:
         """
         if self._blocks:
             blocks, self._blocks = self._blocks, []
-            write = partial(self._write, self._next_file(), _merge(blocks))
-            self._queue.begin(write, partial(self._commit_rows, blocks))
+            arrays = _merge(blocks)
+            declared = [one for block in blocks for one in block.streams]
+            repeating = frozenset[str]().union(*(block.repeating for block in blocks))
+            same_keys = self._keys.leave_out(arrays, declared, repeating)
+            write = partial(self._write, self._next_file(), arrays)
+            self._queue.begin(write, partial(self._commit_rows, blocks, same_keys))
 
     def flush(self) -> None:
         """Writes everything taken so far, and returns when it is committed."""
@@ -238,11 +246,15 @@ class LedgerWriter:
         except OSError as error:
             raise self._failure(error) from error
 
-    def _commit_rows(self, blocks: Sequence[ShardBlock], record: dict[str, Any]) -> None:
-        notes = [note for block in blocks for note in block.notes]
+    def _commit_rows(
+        self, blocks: Sequence[ShardBlock], same_keys: dict[str, str], record: dict[str, Any]
+    ) -> None:
         span = {"first": blocks[0].first, "last": blocks[-1].last}
-        streams = [declared.to_json() for block in blocks for declared in block.streams]
-        self._commit({"kind": "rows", **record, **span, "notes": notes, "streams": streams})
+        said = {
+            "notes": [note for block in blocks for note in block.notes],
+            "streams": [declared.to_json() for block in blocks for declared in block.streams],
+        } | ({"same_keys": same_keys} if same_keys else {})
+        self._commit({"kind": "rows", **record, **span, **said})
         self.committed = blocks[-1].last
         for block in blocks:
             if block.written is not None:

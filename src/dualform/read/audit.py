@@ -298,7 +298,7 @@ def _bytes(ledger: Ledger, book: Book) -> int:
         for stream in own
         for shard in ShardRange.of(ledger, 1, ledger.last_step)
         if shard.holds(stream.name)
-        for array in [*stored_arrays(shard.shard, stream), *["shared"] * bool(stream.shared)]
+        for array in [*stored_arrays(shard.shard, stream), "places", "shared"]
     }
     by_step = (f"{book.name}/changes", f"{book.name}/residuals")
     return sum(ledger.array_bytes(name) for name in [*arrays, *by_step])

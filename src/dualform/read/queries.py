@@ -35,7 +35,7 @@ from dualform.owners import Sighting, Trial
 from dualform.read.engine import Fold, RowReader, ShardRange
 from dualform.read.query_axis import query_axis
 from dualform.read.questions import layer_output
-from dualform.read.scan import RowColumns, stored_arrays
+from dualform.read.scan import RowColumns, StoredRecords
 from dualform.read.unrecorded import OutputWatching, Unrecorded, unrecorded_part
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None
@@ -280,7 +280,8 @@ class LastVisits(Fold[LatestKeys]):
 
     def fold(self, partial: LatestKeys, shard: ShardRange) -> LatestKeys:
         """Looks for later visits in a shard."""
-        columns, file = RowColumns(shard, self.stream), shard.shard.file
+        columns = RowColumns(shard, self.stream)
+        stored = StoredRecords(shard.shard, self.stream, columns)
         steps, samples = columns.steps, columns.samples
         inside = (steps >= shard.first) & (steps <= shard.last)
         for number, (before, _) in partial.items():
@@ -288,14 +289,9 @@ class LastVisits(Fold[LatestKeys]):
             if len(mine) and int(steps[mine].max()) > before:
                 last = steps[mine].max()
                 records = mine[steps[mine] == last].tolist()
-                arrays = {
-                    name: torch.cat(
-                        [file.read(f"{self.stream.name}/{name}", r, r + 1) for r in records]
-                    )
-                    for name in stored_arrays(shard.shard, self.stream)
-                }
                 codec = shard.shard.codec(self.stream.name)
-                partial[number] = (int(last), codec.decode(arrays, 0, len(records)).keys)
+                keys = [codec.decode(stored.read(r, r + 1), 0, 1).keys.clone() for r in records]
+                partial[number] = (int(last), torch.cat(keys))
         return partial
 
     def merge(self, one: LatestKeys, other: LatestKeys) -> LatestKeys:

@@ -16,6 +16,8 @@ from dualform.errors import CorruptError
 from dualform.layers import expand, positions
 from dualform.ledger import Book, Ledger, Shard, Stream, Term
 from dualform.ledger.codecs import Column
+from dualform.ledger.key_table import key_places
+from dualform.ledger.tensors import MappedFile
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
 from dualform.memory.summary import Bases, SummarySides
@@ -39,6 +41,10 @@ class RowColumns:
         self._begins, self._sizes = begins[at], sizes[at]
         self._counts = self._sizes * self._segments[:, 2]
         check_arrays(shard.shard, stream, int(self._counts.sum()), len(self._counts))
+        each = self._segments[:, 2].repeat_interleave(self._sizes)
+        stored = stored_arrays(shard.shard, stream)
+        self.places = key_places(shard.shard, stream.name, stored, each)
+        """Where the keys of each visit begin, and in which table; None if they lie in order."""
 
     def between(self, first: int, last: int) -> tuple[int, int]:
         """Which records belong to these steps; they stand in the order of steps."""
@@ -47,13 +53,18 @@ class RowColumns:
         return start, start + int(self._counts[(steps >= first) & (steps <= last)].sum())
 
     def visits(self, first: int, last: int) -> Tensor:
-        """(5, visits) between steps: the first record, how many, the step, sample and use."""
+        """(6, visits) between steps: the first record, how many, the step, sample and use.
+
+        Last comes where its keys begin: in a table, or if there is none, at the first record.
+        """
         steps, _, each = (column.repeat_interleave(self._sizes) for column in self._segments.T[:3])
         begins = self._sizes.cumsum(0) - self._sizes
         at = torch.arange(len(each)) + (self._begins - begins).repeat_interleave(self._sizes)
         samples = self._shard.samples()[at]
         uses = torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
-        found = torch.stack([each.cumsum(0) - each, each, steps, samples, uses])
+        records = each.cumsum(0) - each
+        keys = records if self.places is None else self.places[0]
+        found = torch.stack([records, each, steps, samples, uses, keys])
         return found[:, (steps >= first) & (steps <= last) & (each > 0)]
 
     def parts(self, begin: int, end: int, records: int, uses: int | None) -> list[tuple[int, int]]:
@@ -63,6 +74,13 @@ class RowColumns:
         ends = self._counts.cumsum(0)
         stops = torch.unique(ends[(ends > begin) & (ends <= end)])[uses - 1 :: uses].tolist()
         return [pair for pair in pairwise([begin, *stops, end]) if pair[0] < pair[1]]
+
+    @cached_property
+    def key_records(self) -> Tensor:
+        """(records,): where the key of each lies in the table, where there is one."""
+        assert self.places is not None
+        each = self._segments[:, 2].repeat_interleave(self._sizes)
+        return self.places[0].repeat_interleave(each) + self.positions
 
     @cached_property
     def steps(self) -> Tensor:
@@ -207,27 +225,52 @@ def chunks(
         width += 4 * patch * positions(stream)
     records = max(1, CHUNK_BYTES // max(1, width))
     file, mapped = shard.shard.file, shard.shard.file.mapped()
-    names = {name: f"{stream.name}/{name}" for name in stored_arrays(shard.shard, stream)}
-    arrays = {name: mapped.rows(full, 0, file.rows(full)) for name, full in names.items()}
+    stored = StoredRecords(shard.shard, stream, columns, mapped)
     shared, uses = f"{stream.name}/shared", None
     if stream.shared and not stream.layout:  # large matrices, of which one is all a chunk can have
         uses = max(1, CHUNK_BYTES // file.arrays[shared].row_bytes)
     bases = shard.bases(stream, device)
     for start, stop in columns.parts(begin, end, records, uses):
-        keys, values = (side.to(device) for side in codec.decode(arrays, start, stop))
+        arrays = stored.read(start, stop)
+        keys, values = (side.to(device) for side in codec.decode(arrays, 0, stop - start))
         rows, errors = expand(stream, keys, values)
         assert errors is not None
         first, last = (int(columns.uses[at]) for at in (start, stop - 1))
         matrices = None
         if stream.shared:
-            stored = at_least_32_bits(mapped.rows(shared, first, last + 1))
-            matrices = stored.to(device).reshape(-1, *stream.shared)
+            own = at_least_32_bits(mapped.rows(shared, first, last + 1))
+            matrices = own.to(device).reshape(-1, *stream.shared)
         yield Chunk(stream, rows, errors, columns, start, matrices, bases)
-        for full in names.values():
-            mapped.let_go(full, start, stop)
+        stored.let_go(start, stop)
         if stream.shared:
             mapped.let_go(shared, first, last + 1)
         advance(shard.steps * (stop - start) / (end - begin))
+
+
+class StoredRecords:
+    """The arrays of a stream in a shard, which is mapped; keys from wherever they lie."""
+
+    def __init__(
+        self, shard: Shard, stream: Stream, columns: RowColumns, mapped: MappedFile | None = None
+    ) -> None:
+        self._mapped, self._columns = mapped or shard.file.mapped(), columns
+        every = {name: shard.array(stream.name, name) for name in stored_arrays(shard, stream)}
+        keys = () if columns.places is None else shard.codec(stream.name).key_arrays
+        self._own = {name: full for name, full in every.items() if name not in keys}
+        self._in_table = keys
+
+    def read(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Some records of each array, valid until the next call or until they are let go."""
+        found = {n: self._mapped.rows(full, start, stop) for n, full in self._own.items()}
+        if self._columns.places is not None:
+            records, table = self._columns.key_records[start:stop], self._columns.places[1]
+            found |= {name: table.gather(name, records) for name in self._in_table}
+        return found
+
+    def let_go(self, start: int, stop: int) -> None:
+        """Frees the memory of records that were used."""
+        for full in self._own.values():
+            self._mapped.let_go(full, start, stop)
 
 
 def count_records(ledger: Ledger, stream: Stream, until: int) -> int:
@@ -270,15 +313,19 @@ def check_arrays(shard: Shard, stream: Stream, records: int, segments: int) -> N
                 f"'{shard.path}' has '{stream.name}/shared' as {matrices.dtype} of shape "
                 f"{matrices.shape}; its segments share matrices: floats of {expected}."
             )
-    for name, column in stored_arrays(shard, stream).items():
-        entry = shard.file.array(f"{stream.name}/{name}")
+    arrays = stored_arrays(shard, stream)
+    if f"{shard.keys_of(stream.name)}/places" in shard.file:  # then their table is looked at
+        arrays = {name: arrays[name] for name in shard.codec(stream.name).value_arrays}
+    for name, column in arrays.items():
+        full = shard.array(stream.name, name)
+        entry = shard.file.array(full)
         if entry.shape[:1] != (records,):
             raise CorruptError(
                 f"'{shard.path}': the segments of '{stream.name}' do not fit its rows."
             )
         if entry.shape != (records, column.width) or entry.dtype != column.dtype:
             raise CorruptError(
-                f"'{shard.path}' has '{stream.name}/{name}' as {entry.dtype} of shape "
+                f"'{shard.path}' has '{full}' as {entry.dtype} of shape "
                 f"{entry.shape}; by its codec it is {column.dtype} of {(records, column.width)}."
             )
 

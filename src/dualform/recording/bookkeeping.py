@@ -115,7 +115,9 @@ class Bookkeeper:
         notes = [*(n for step in steps for n in step.notes), *(note for _, note in events)]
         as_json = [note._asdict() for note in notes]
         declared = self._declare(streams, entries.codecs, arrays)
-        block = ShardBlock(steps[0].number, steps[-1].number, arrays, as_json, declared)
+        repeating = frozenset(opened.stream.name for opened in streams if opened.repeats)
+        span_of = (steps[0].number, steps[-1].number)
+        block = ShardBlock(*span_of, arrays, as_json, declared, repeating)
         return block, error, Findings(tuple(events), remarks)
 
     def _declare(

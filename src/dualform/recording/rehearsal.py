@@ -128,9 +128,10 @@ class Rehearsal:
 
     def _steps(self, recorder: Recorder, step: Callable[[], None]) -> _Taken:
         """A first step; one more until all bases are known; then those that are timed."""
-        step()
         steps = recorder._require_recording()
         stages = steps.stages
+        stages.watch.rows.streams.expects_repeats = False  # one batch stands for all of a run's
+        step()
         recorder.checkpoint()
         rows_seen, bases = stages.bases.waiting(), stages.bases
         if rows_seen:

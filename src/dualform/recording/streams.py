@@ -45,6 +45,8 @@ class OpenStream:
     """The policy by which its records are stored; empty for that of its books."""
     dtype: torch.dtype | None = None
     """What the rows were recorded in that are summarized here."""
+    repeats: bool = False
+    """Whether the same keys may come again, with the same samples."""
 
     @property
     def declaration(self) -> Declaration:
@@ -102,6 +104,8 @@ class Streams:
             for book, term in d.terms.items()
         }
         self._taken: set[str] = set()
+        self.expects_repeats = True
+        """Whether samples may come again."""
 
     def of(self, rows: Rows, order: int) -> StreamWriter | None:
         """The stream of a site; None where its books are already seen in another way."""
@@ -133,7 +137,9 @@ class Streams:
         self._taken.add(stream.name)
         keep = self._keep.policies(site.terms)
         numbers = self._keep.numbers(keep)
-        opened = OpenStream(site, stream, dict(site.terms), order, numbers=numbers)
+        repeats = rows.is_data and self.expects_repeats
+        given = (site, stream, dict(site.terms), order)
+        opened = OpenStream(*given, numbers=numbers, repeats=repeats)
         self.all.append(StreamWriter(opened, self.pool))
         shapes = {book: tuple(self._parameters[book].shape) for book in site.terms}
         self.all[-1].reducer = reducer_for(site, stream, keep, shapes, self._bases)

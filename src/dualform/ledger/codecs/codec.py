@@ -109,6 +109,11 @@ class Codec(ABC):
     def arrays(self, keys: int, values: int) -> dict[str, Column]:
         """What one record takes of each array, for a key and a value of so many numbers."""
 
+    @property
+    def key_arrays(self) -> tuple[str, ...]:
+        """The arrays that keys are decoded from, and values are not."""
+        return tuple(name for name in self.arrays(1, 1) if name not in self.value_arrays)
+
     @abstractmethod
     def encode(self, records: Records) -> dict[str, Tensor]:
         """The arrays of some records, each (records, width)."""

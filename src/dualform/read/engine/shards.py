@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -69,11 +68,6 @@ class ShardRange:
             for side, count in zip(("outputs", "inputs"), stream.bases, strict=True)
         )
         return Bases(U, V)
-
-    def __reduce__(self) -> tuple[Callable[..., ShardRange], tuple[Any, ...]]:
-        """Without the opened files, which the shards may hold."""
-        bases = {name: replace(shard) for name, shard in self.basis_shards.items()}
-        return ShardRange, (replace(self.shard), self.first, self.last, self.numbers, bases)
 
 
 def _basis(shard: Shard, name: str) -> Tensor:

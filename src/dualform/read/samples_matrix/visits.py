@@ -7,7 +7,7 @@ read, not mapped: to have a page mapped costs more than to copy it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate
 from typing import Any
@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers import expand, positions
-from dualform.ledger import Codec, Records, Shard, Stream
+from dualform.ledger import Codec, Records, Stream
 from dualform.ledger.codecs import Exact
+from dualform.ledger.tensors import TensorFile
 from dualform.read.engine import ShardRange
-from dualform.read.scan import RowColumns, at_least_32_bits, stored_arrays, widths
+from dualform.read.scan import RowColumns, StoredRecords, at_least_32_bits, widths
 
 GATHERED_BYTES = 512 << 20
 """How many bytes of records are gathered at a time."""
@@ -85,12 +86,16 @@ class Visits:
         self._arrays = self._codec.arrays(*widths(stream))
         columns = self._arrays.values()
         self._record_bytes = sum(column.width * column.dtype.itemsize for column in columns)
-        parts = [RowColumns(s, stream).visits(s.first, s.last) for s in held]
+        self._columns = [RowColumns(shard, stream) for shard in held]
+        parts = [
+            own.visits(shard.first, shard.last)
+            for own, shard in zip(self._columns, held, strict=True)
+        ]
         counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
         self._file = torch.arange(len(parts)).repeat_interleave(counts)
-        found = torch.cat([torch.zeros(5, 0, dtype=torch.long), *parts], 1)
-        self._start, self.records, self.steps, self.samples, self._use = found
-        """Of each visit: its first record, how many it has, its step, its sample and its use."""
+        found = torch.cat([torch.zeros(6, 0, dtype=torch.long), *parts], 1)
+        self._start, self.records, self.steps, self.samples, self._use, self._keys = found
+        """Of each visit: its first record, how many it has, its step, sample, use and keys."""
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -168,44 +173,56 @@ class Visits:
         """The records of some visits, one visit after the other."""
         counts, (ordered, order) = self.records[chosen], chosen.sort()
         numbers, sizes = torch.unique_consecutive(self._file[ordered], return_counts=True)
-        at, starts = (counts.cumsum(0) - counts)[order], self._start[ordered]
-        columns = (torch.split(c, sizes.tolist()) for c in (at, starts, counts[order]))
+        at = (counts.cumsum(0) - counts)[order]
+        every = (at, self._start[ordered], self._keys[ordered], counts[order])
+        columns = (torch.split(column, sizes.tolist()) for column in every)
         for number, *some in zip(numbers.tolist(), *columns, strict=True):
-            shard, places = self._shards[number], [column.numpy() for column in some]
-            if shard.codec(self.stream.name) == self._codec:
-                for name, into in stored.items():
-                    self._fill_array(shard, into, f"{self.stream.name}/{name}", *places)
-            else:
-                self._fill_decoded(shard, stored, *places)
+            shard, (own, starts, keys, lengths) = self._shards[number], some
+            if shard.codec(self.stream.name) != self._codec:
+                self._fill_decoded(number, stored, own, starts, lengths)
+                continue
+            for name, into in stored.items():
+                for file, full, which, begins in self._places(number, name, starts, keys):
+                    places = (own[which], begins, lengths[which])
+                    self._fill_array(file, into, full, *(column.numpy() for column in places))
+
+    def _places(
+        self, number: int, name: str, starts: Tensor, keys: Tensor
+    ) -> Iterator[tuple[TensorFile, str, Tensor, Tensor]]:
+        """The files that have an array of some visits: what it is called, which, and where."""
+        shard, places = self._shards[number], self._columns[number].places
+        full = shard.array(self.stream.name, name)
+        if places is None or name in self._codec.value_arrays:
+            yield shard.file, full, torch.arange(len(starts)), starts
+            return
+        for other, which, begins in places[1].parts(keys):
+            begins, order = begins.sort()
+            yield other.file, full, which[order], begins
 
     def _fill_array(
-        self, shard: Shard, into: Tensor, name: str, at: Places, starts: Places, counts: Places
+        self, file: TensorFile, into: Tensor, name: str, at: Places, starts: Places, counts: Places
     ) -> None:
         """One array from one file; large visits straight to where they belong."""
-        place = shard.file.arrays[name]
+        place = file.array(name)
         row_bytes = place.row_bytes
         if counts.min() * row_bytes >= LARGE_BYTES:
             each = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
-            shard.file.read_into(into, name, zip(at.tolist(), each, strict=True))
+            file.read_into(into, name, zip(at.tolist(), each, strict=True))
             return
         spans, begins = _spans(row_bytes, starts, counts)
         lengths = [stop - start for start, stop in spans]
         (records,) = self._read([((sum(lengths), *place.shape[1:]), place.dtype)])
-        shard.file.read_into(
-            records, name, zip(accumulate(lengths, initial=0), spans, strict=False)
-        )
+        file.read_into(records, name, zip(accumulate(lengths, initial=0), spans, strict=False))
         _copy(into, at, records, begins, counts)
 
     def _fill_decoded(
-        self, shard: Shard, stored: Mapping[str, Tensor], at: Places, starts: Places, counts: Places
+        self, number: int, stored: Mapping[str, Tensor], at: Tensor, starts: Tensor, counts: Tensor
     ) -> None:
         """From a file that another codec keeps, visit by visit."""
-        names = stored_arrays(shard, self.stream)
+        shard = self._shards[number]
+        records = StoredRecords(shard, self.stream, self._columns[number])
         for to, start, count in zip(at.tolist(), starts.tolist(), counts.tolist(), strict=True):
-            arrays = {
-                name: shard.file.read(f"{self.stream.name}/{name}", start, start + count)
-                for name in names
-            }
+            arrays = records.read(start, start + count)
             rows = shard.codec(self.stream.name).decode(arrays, 0, count)
             for name, encoded in self._codec.encode(rows).items():
                 if name in stored:
@@ -249,7 +266,7 @@ def _copy(into: Tensor, at: Places, records: Tensor, places: Places, counts: Pla
         counts = counts // unit
         within = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
         begins, origins = (p.repeat(counts) + within for p in (at // unit, places // unit))
-    target[begins] = source if len(source) == len(origins) else source[origins]
+    target[begins] = source if np.array_equal(origins, np.arange(len(source))) else source[origins]
 
 
 def _blocks(rows: Tensor, unit: int) -> NDArray[Any]:

@@ -1,0 +1,107 @@
+"""Where the keys of a stream's records lie: in the shard, or among all keys that its log has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dualform.errors import CorruptError
+from dualform.ledger.codecs import Column
+from dualform.ledger.sessions import Shard
+from dualform.ledger.tensors import MappedFile
+
+CACHED_BYTES = 512 << 10
+"""How many bytes are copied on their way at a time, so that a processor's cache holds them."""
+
+
+def key_places(
+    shard: Shard, stream: str, columns: Mapping[str, Column], counts: Tensor
+) -> tuple[Tensor, KeyTable] | None:
+    """(visits,): where in a table the keys of each visit begin; None if they lie in the shard.
+
+    `columns` says what a record takes of each array, and `counts` how many records each visit of a
+    sample to the stream has, in order.
+    """
+    source = shard.keys_of(stream)
+    name = f"{source}/places"
+    if name not in shard.file:
+        return None
+    keys = {array: columns[array] for array in shard.codec(stream).key_arrays}
+    table, places = KeyTable(shard, source, keys), shard.file.read(name)
+    if places.shape != counts.shape or places.dtype != torch.int64:
+        raise CorruptError(
+            f"'{shard.path}' has '{name}' as {places.dtype} of shape {tuple(places.shape)}; "
+            f"there are {len(counts):,} visits: int64 of {tuple(counts.shape)}."
+        )
+    if len(places) and (int(places.min()) < 0 or int((places + counts).max()) > len(table)):
+        raise CorruptError(
+            f"'{shard.path}': '{name}' reaches beyond the {len(table):,} keys that its log has; "
+            "restore the run from a copy."
+        )
+    return places, table
+
+
+class KeyTable:
+    """The keys that a log has of a stream, shard behind shard, up to one of them."""
+
+    def __init__(self, shard: Shard, stream: str, columns: Mapping[str, Column]) -> None:
+        self._stream, self._columns = stream, columns
+        held = [one for one in shard.in_one_table(stream) if f"{stream}/keys" in one.file]
+        self._shards = held
+        rows = torch.tensor([self._rows(one) for one in held], dtype=torch.long)
+        self._ends = rows.cumsum(0)
+        self._begins = self._ends - rows
+        self._gathered: dict[str, Tensor] = {}
+        self._mapped: dict[Path, MappedFile] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._shards else 0
+
+    def parts(self, places: Tensor) -> Iterator[tuple[Shard, Tensor, Tensor]]:
+        """The shards that have some places: which of them, and at which records they are there."""
+        which = torch.searchsorted(self._ends, places, right=True)
+        for number in torch.unique(which).tolist():
+            own = torch.nonzero(which == number).flatten()
+            yield self._shards[number], own, places[own] - self._begins[number]
+
+    def gather(self, array: str, records: Tensor) -> Tensor:
+        """Some records of an array, in memory that the next call uses again."""
+        column = self._columns[array]
+        size = column.width * column.dtype.itemsize
+        words = torch.uint8 if size % 8 else torch.int64  # which are copied as fast as can be
+        memory = self._gathered.get(array)
+        if memory is None or len(memory) < len(records):
+            memory = torch.empty(len(records), size // words.itemsize, dtype=words)
+            self._gathered[array] = memory
+        found = memory[: len(records)]
+        for shard, own, at in self.parts(records):
+            stored = self._stored(shard, f"{self._stream}/{array}").view(words)
+            if len(own) == len(records):
+                torch.index_select(stored, 0, at, out=found)
+                continue
+            together = max(1, CACHED_BYTES // max(1, size))
+            for some, here in zip(own.split(together), at.split(together), strict=True):
+                found.index_copy_(0, some, stored.index_select(0, here))
+        return found.view(column.dtype)
+
+    def _stored(self, shard: Shard, name: str) -> Tensor:
+        """A whole array of a shard, mapped."""
+        if shard.path not in self._mapped:
+            self._mapped[shard.path] = shard.file.mapped(in_order=False)
+        return self._mapped[shard.path].rows(name, 0, shard.file.rows(name))
+
+    def _rows(self, shard: Shard) -> int:
+        """How many records of keys a shard has, after a look at its arrays."""
+        count = shard.file.rows(f"{self._stream}/keys")
+        for array, column in self._columns.items():
+            name = f"{self._stream}/{array}"
+            place, expected = shard.file.array(name), (count, column.width)
+            if place.shape != expected or place.dtype != column.dtype:
+                raise CorruptError(
+                    f"'{shard.path}' has '{name}' as {place.dtype} of shape {place.shape}; by its "
+                    f"codec it is {column.dtype} of {expected}."
+                )
+        return count
