@@ -191,10 +191,18 @@ class KeptDivisor(Diagonal):
     def numbers(self) -> Tensor:
         """In float32."""
         ((_, kept),) = values_by_step(self._shard, self._book, "divisor", self._step, self._step)
-        divisor = kept.to(self._device, torch.float32)
-        damped = divisor.square()
-        damped += DAMPING**2 * damped.mean()
-        return divisor.div_(damped)
+        return damped_inverse(kept.to(self._device, torch.float32))
+
+
+def damped_inverse(divisor: Tensor) -> Tensor:
+    """`d / (d² + τ²)`, in place.
+
+    >>> damped_inverse(torch.tensor([2.0, 0.0]))
+    tensor([0.4975, 0.0000])
+    """
+    damped = divisor.square()
+    damped += DAMPING**2 * damped.mean()
+    return divisor.div_(damped)
 
 
 def kept_moment(reader: RowReader, rule: StateRule, book: Book, step: int) -> Moment:

@@ -20,6 +20,7 @@ from dualform.memory.summary import Matrices, SummarySides
 from dualform.memory.views import Region
 from dualform.read.grouping import Grouping
 from dualform.read.progress import LateProgress
+from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.visits import Visits
 from dualform.read.scan import summary_sides
 
@@ -35,6 +36,8 @@ class Receiver:
     term: Term
     region: Region
     weights: Tensor
+    coordinates: Coordinates | None = None
+    """What the part is in, where its book is not taken at its own size."""
 
     def sides(
         self, visits: Visits, rows: Sequence[Tensor], weights: Tensor, shared: Sequence[Tensor] = ()
@@ -44,6 +47,8 @@ class Receiver:
         `shared` are their matrices, and which is whose.
         """
         keys, values = rows
+        if self.coordinates is not None:
+            return self.coordinates.sides(visits.stream, keys, values).weighted(weights)
         if visits.bases is not None:
             bases = visits.bases.to(values.device)
             return summary_sides(visits.stream, self.term, keys, values, bases).weighted(weights)
