@@ -207,16 +207,15 @@ def _joined(bases: Tensor) -> Tensor:
 
 
 def _rank_one(h: Tensor) -> tuple[Tensor, Tensor]:
-    """p and q, with `p qᵀ` about `h`: means of logarithms, which a few large elements leave alone.
+    """p and q, with `p qᵀ` about `h`: means along both sides.
 
     >>> p, q = _rank_one(torch.tensor([[2.0, 4.0], [6.0, 12.0]]))
-    >>> p[:, None] * q
-    tensor([[ 2.0000,  4.0000],
-            [ 6.0000, 12.0000]])
+    >>> (p[:, None] * q).round()
+    tensor([[ 2.,  4.],
+            [ 6., 12.]])
     """
-    logs = h.log()
-    mean = logs.mean()
-    return (logs.mean(1) - mean / 2).exp(), (logs.mean(0) - mean / 2).exp()
+    root = h.mean().sqrt()
+    return h.mean(1) / root, h.mean(0) / root
 
 
 def has_coordinates(ledger: Ledger, book: Book) -> bool:
@@ -227,5 +226,5 @@ def has_coordinates(ledger: Ledger, book: Book) -> bool:
     streams = [ledger.info.stream(name) for name in book.terms]
     views = {(term.view, term.groups) for term in book.terms.values()}
     sided = [form_named(book.terms[s.name].form).has_sides for s in streams if any(s.bases)]
-    plain = not any(stream.shared or stream.layout for stream in streams)
+    plain = not any(stream.shared for stream in streams)
     return any(sided) and plain and len(views) == 1 and views.pop()[1] == 1
