@@ -21,6 +21,10 @@ BATCH_BYTES = 128 << 20
 """How much some lines, or their Gram matrices, may take at a time."""
 GRAM_BYTES = 1 << 30
 """How large the Gram matrices of all lines may be, to be added up from the lines."""
+WELL_CONDITIONED = 1 << 14
+"""Up to this ratio of a trace to λ lines are solved in the precision of their contributions."""
+SMALLEST = 1e-30
+"""λ where nothing was contributed."""
 
 
 @dataclass
@@ -75,9 +79,10 @@ class BasisLines:
         """
         found, trace, left = torch.empty_like(asked), 0.0, 0.0
         for some in self._batches(self.side**2):
-            K = self._some(some).double()
+            K = self._some(some)
+            K = K if samples <= WELL_CONDITIONED * damping else K.double()
             traces = K.diagonal(dim1=1, dim2=2).sum(1)
-            added = (damping * traces / max(1, samples)).clamp_min(1e-300)
+            added = (damping * traces / max(1, samples)).clamp_min(SMALLEST)
             system = K / added[:, None, None]
             system.diagonal(dim1=1, dim2=2).add_(1.0)
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(system))
