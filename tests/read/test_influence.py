@@ -223,6 +223,7 @@ def test_a_line_through_either_side() -> None:
         matrix = SimpleNamespace(
             groups=shape[0],
             books=[book],
+            coordinates={},
             whole=lambda _, columns=columns: columns,
             is_large=lambda _: False,
             columns=lambda _, columns=columns: [columns],

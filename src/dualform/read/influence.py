@@ -26,6 +26,7 @@ from dualform.read.grouping import BySample
 from dualform.read.path import trapezoid
 from dualform.read.ridge import Lines, check_memory
 from dualform.read.samples_matrix.columns import longest
+from dualform.read.samples_matrix.coordinates import has_coordinates
 from dualform.read.samples_matrix.folds import StepWeights
 from dualform.read.samples_matrix.matrix import SamplesMatrix, times
 from dualform.read.samples_matrix.optimizer_metric import OptimizerMetric
@@ -118,7 +119,7 @@ class Influencer:
         if not source.ids:
             raise UnknownSampleError(f"this run knows no samples: {nothing_by_row(source.ledger)}.")
         if method in ("ridge", "fisher"):
-            self._check(rank)
+            self._check(rank, method == "ridge")
         lines = self._lines.setdefault((method, rank), Lines(rank))
         parts = [
             answer(InfluenceCall(asked, model, queries, chosen, lines))
@@ -143,20 +144,23 @@ class Influencer:
             raise ReadingError(f"method='{name}' is not known; there are {known}.")
         return self._methods[name]
 
-    def _check(self, rank: int | None) -> None:
+    def _check(self, rank: int | None, in_coordinates: bool) -> None:
         """Whether the lines can be inverted, of which the largest is a parameter's longer side."""
         samples = len(self._source.ids)
         if rank is not None and rank < 1:
             raise ReadingError(
                 f"rank={rank}: keep at least one direction; {samples:,} and more are exact."
             )
-        books = (book for book in self._source.ledger.info.books if book.terms)
-        check_memory(min(samples, max(longest(book) for book in books)), rank)
+        ledger = self._source.ledger
+        books = (b for b in ledger.info.books if b.terms)
+        large = [b for b in books if not (in_coordinates and has_coordinates(ledger, b))]
+        check_memory(min(samples, max(map(longest, large), default=0)), rank)
 
     def _ridge(self, call: InfluenceCall) -> Tensor:
         first, last = ends(call.model, self._source)
         directions = trapezoid(call.asked, first, last, call.queries, PANELS)
-        solved = call.lines.solve(self._metric, directions, call.damping)
+        asked = self._metric.asked(directions)
+        solved = call.lines.solve(self._metric, asked, call.damping)
         return solved * (OWN / call.lines.left(call.damping))
 
     @cached_property
