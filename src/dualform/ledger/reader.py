@@ -176,10 +176,9 @@ class Ledger:
         """Whether what a book's entries miss is known only where its weights were kept."""
         return any(any(self.info.stream(name).bases) for name in book.terms)
 
-    def divisors(self, book: Book) -> Iterator[tuple[int, Tensor]]:
-        """What the optimizer divided a book's steps by, where that was kept, with their steps."""
-        for shard in self.step_shards:
-            yield from values_by_step(shard, book, "divisor", 1, self.last_step)
+    def has_divisors(self, book: Book) -> bool:
+        """Whether what the optimizer divided a book's steps by was kept of any of them."""
+        return any(divisor_steps(shard, book) for shard in self.step_shards)
 
     @property
     def kept_steps(self) -> list[int]:
@@ -292,3 +291,10 @@ def values_by_step(
         )
     for at in torch.nonzero((steps >= first) & (steps <= last)).flatten().tolist():
         yield int(steps[at]), shard.file.read(name, at, at + 1)[0]
+
+
+def divisor_steps(shard: Shard, book: Book) -> list[int]:
+    """The steps of a shard of which it has what the optimizer divided a book by."""
+    name = f"{book.name}/divisor_steps"
+    steps: list[int] = shard.file.read(name).tolist() if name in shard.file else []
+    return steps

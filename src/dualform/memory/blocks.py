@@ -177,6 +177,31 @@ class Sides(RowBlocks):
         a = self.a if self.a.ndim == 1 else self.a.double()
         return Sides(a, None if self.b is None else self.b.double(), self.at)
 
+    def weighted(self, weights: Tensor) -> Sides:
+        """Each times a number, on the side where it costs less."""
+        a, b, column = self.a, self.b, weights[:, None]
+        if b is None:
+            b = column.to(a)
+        elif b.ndim == 2 and (a.ndim == 1 or b.shape[1] <= a.shape[1]):
+            b = b * column.to(b)
+        else:
+            a = a * column.to(a)
+        return Sides(a, b, self.at)
+
+    def merged(self, groups: Tensor) -> tuple[Sides, Tensor]:
+        """Rows of the same group and the same place as one, and the group of each.
+
+        >>> rows = Sides(torch.tensor([5, 5, 7]), torch.tensor([[1.0], [2.0], [4.0]]))
+        >>> merged, groups = rows.merged(torch.tensor([1, 1, 2]))
+        >>> merged.a.tolist(), merged.b.flatten().tolist(), groups.tolist()
+        ([5, 7], [3.0, 4.0], [1, 2])
+        """
+        assert self.b is not None
+        height = int(self.a.max()) + 1 if len(self.a) else 1
+        found, which = torch.unique(groups * height + self.a, return_inverse=True)
+        summed = self.b.new_zeros(len(found), *self.b.shape[1:]).index_add_(0, which, self.b)
+        return Sides(found % height, summed, self.at), found // height
+
     def answers(self, question: Functional | BilinearFunctional) -> Tensor:
         """(rows, questions): the answer of each row to each question."""
         return question.of(self)
@@ -277,12 +302,13 @@ class Functional:
     def scaled(self, coefficients: Tensor) -> Functional | BilinearFunctional:
         """Asked of a matrix whose elements are multiplied by these first."""
         if self.units:
-            return Functional(self.a, self.b * coefficients[self.a].to(self.b))
+            lines = coefficients[self.a.to(coefficients.device)]
+            return Functional(self.a, self.b * lines.to(self.b))
         return BilinearFunctional(self.a[:, :, None] * self.b[:, None, :] * coefficients.to(self.b))
 
     def dense(self, height: int) -> BilinearFunctional:
         """The same with a matrix for each question."""
-        a = torch.eye(height)[self.a].to(self.b) if self.units else self.a
+        a = torch.eye(height).to(self.b)[self.a] if self.units else self.a
         return BilinearFunctional(a[:, :, None] * self.b[:, None, :])
 
     def left(self, matrix: Tensor) -> Functional:
@@ -347,7 +373,7 @@ class BilinearFunctional:
 
     def scaled(self, coefficients: Tensor) -> BilinearFunctional:
         """Asked of a matrix whose elements are multiplied by these first."""
-        return BilinearFunctional(self.matrices * coefficients)
+        return BilinearFunctional(self.matrices * coefficients.to(self.matrices.device))
 
     def dense(self, height: int) -> BilinearFunctional:
         """The same: there is a matrix for each question."""

@@ -8,18 +8,13 @@ not reach is nobody's: a run keeps it as the parameter's residual.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import BilinearFunctional, Functional, RowBlocks
+from dualform.memory.blocks import BilinearFunctional, Functional, RowBlocks, Sides
 from dualform.memory.products import BETWEEN
-
-REMEMBERED = 4
-"""So many questions are remembered as they are put to summaries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,15 +30,13 @@ class Bases:
     """U, (height, k_o)."""
     inputs: Tensor | None
     """V, (width, k_i)."""
-    _asked: list[tuple[Any, Tensor]] = field(default_factory=list, repr=False)
-    """Questions that were projected last, with the results: many rows are asked the same."""
 
     @property
     def is_whole(self) -> bool:
         """Whether both sides are kept whole, so that nothing is lost."""
         return self.outputs is None and self.inputs is None
 
-    def size(self, shape: tuple[int, int]) -> tuple[int, int]:
+    def size(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Height and width of a summary of a matrix of this shape."""
         height = shape[0] if self.outputs is None else self.outputs.shape[1]
         return height, shape[1] if self.inputs is None else self.inputs.shape[1]
@@ -60,14 +53,6 @@ class Bases:
             summaries = summaries @ self.inputs.to(summaries).T
         return summaries if self.outputs is None else self.outputs.to(summaries) @ summaries
 
-    def expand_part(self, summaries: Tensor, rows: slice, columns: slice) -> Tensor:
-        """(…, rows, columns): a part of `U S Vᵀ`."""
-        if self.outputs is None:
-            summaries = summaries[..., rows, :]
-        if self.inputs is None:
-            summaries = summaries[..., columns]
-        return self.part(rows, columns).expand(summaries)
-
     def part(self, rows: slice, columns: slice) -> Bases:
         """The bases of a part of the matrix, where both sides have one."""
         U, V = self.outputs, self.inputs
@@ -78,78 +63,104 @@ class Bases:
         U, V = (None if side is None else side.to(there) for side in (self.outputs, self.inputs))
         return Bases(U, V)
 
-    def asked(self, question: Functional | BilinearFunctional, like: Tensor) -> Tensor:
-        """(questions, k_o × k_i): a question as it is put to summaries; kept for the next rows."""
-        for known, found in list(self._asked):
-            if known is question and found.dtype == like.dtype:
-                return found
-        projected = self._projected(question, like)
-        self._asked[:] = [*self._asked[1 - REMEMBERED :], (question, projected)]
-        return projected
+    def question(self, asked: Functional | BilinearFunctional) -> Functional | BilinearFunctional:
+        """A question to the matrix as it is put to what is kept in these bases.
 
-    def _projected(self, question: Functional | BilinearFunctional, like: Tensor) -> Tensor:
-        if isinstance(question, BilinearFunctional):
-            each = max(1, BETWEEN // max(1, question.matrices[0].numel()))
-            some = torch.split(question.matrices, each)
-            return torch.cat([self.project(matrices.to(like)).flatten(1) for matrices in some])
-        a, b, U, V = question.a.to(like.device), question.b.to(like), self.outputs, self.inputs
-        if not question.units:
-            left = a.to(like) if U is None else a.to(like) @ U.to(like)
-        elif U is not None:
-            left = U.to(like)[a]
-        else:
-            left = torch.zeros(len(a), like.shape[1], dtype=like.dtype, device=like.device)
-            left[torch.arange(len(a)), a] = 1.0
-        right = b if V is None else b @ V.to(like)
-        return (left[:, :, None] * right[:, None, :]).flatten(1)
+        >>> asked = Functional(torch.tensor([2]), torch.tensor([[1.0, 10.0]]))
+        >>> Bases(torch.eye(3)[:, 1:], None).question(asked)
+        Functional(a=tensor([[0., 1.]]), b=tensor([[ 1., 10.]]))
+        """
+        if isinstance(asked, BilinearFunctional):
+            each = max(1, BETWEEN // max(1, asked.matrices[0].numel()))
+            parts = [self.project(some) for some in torch.split(asked.matrices, each)]
+            return BilinearFunctional(torch.cat(parts))
+        a, b, U, V = asked.a.to(asked.b.device), asked.b, self.outputs, self.inputs
+        if U is not None:
+            a = U.to(b)[a] if asked.units else a.to(b) @ U.to(b)
+        return Functional(a, b if V is None else b @ V.to(b))
+
+
+@dataclass(frozen=True)
+class Matrices(RowBlocks):
+    """Rows that are matrices, (rows, height, width): each adds itself.
+
+    >>> rows = Matrices(torch.ones(4, 1, 2))
+    >>> rows.answers(Functional(torch.tensor([0]), torch.tensor([[1.0, 10.0]])))[0]
+    tensor([11.])
+    """
+
+    blocks: Tensor
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, rows: slice | Tensor) -> Matrices:
+        return Matrices(self.blocks[rows])
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.blocks.device
+
+    def double(self) -> Matrices:
+        """The same in float64."""
+        return Matrices(self.blocks.double())
+
+    def weighted(self, weights: Tensor) -> Matrices:
+        """Each times a number."""
+        return Matrices(self.blocks * weights.to(self.blocks)[:, None, None])
+
+    def answers(self, question: Functional | BilinearFunctional) -> Tensor:
+        """(rows, questions): the answer of each row, in the rows' precision."""
+        asked = question.dense(self.blocks.shape[1]).matrices.to(self.blocks)
+        return self.blocks.flatten(1) @ asked.flatten(1).T
+
+    def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`Σ c S` over the rows, as a float64 matrix."""
+        summed = coefficients.double() @ self.blocks.flatten(1).double()
+        return summed.reshape(self.blocks.shape[1:])
 
 
 @dataclass(frozen=True)
 class SummarySides(RowBlocks):
-    """Rows that are summaries: each adds the block `U S Vᵀ` to the matrix.
+    """Rows that are kept in bases: each adds the block `U S Vᵀ` to the matrix.
 
-    `summaries` is (rows, k_o, k_i).
+    `kept` has the rows in the coordinates of the bases: S itself, or `a ⊗ b` for it.
 
     >>> bases = Bases(torch.eye(2)[:, :1], torch.eye(3)[:, :2])
-    >>> rows = SummarySides(torch.ones(4, 1, 2), bases)
+    >>> rows = SummarySides(Matrices(torch.ones(4, 1, 2)), bases)
     >>> rows.total(torch.ones(4), (2, 3)).tolist()
     [[4.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
     >>> rows.answers(Functional(torch.tensor([0]), torch.tensor([[1.0, 10.0, 100.0]])))[0]
     tensor([11.])
     """
 
-    summaries: Tensor
+    kept: Matrices | Sides
     bases: Bases
 
     def __len__(self) -> int:
-        return len(self.summaries)
+        return len(self.kept)
 
     def __getitem__(self, rows: slice | Tensor) -> SummarySides:
-        return SummarySides(self.summaries[rows], self.bases)
+        return SummarySides(self.kept[rows], self.bases)
 
     @property
     def device(self) -> torch.device:
         """Where they are."""
-        return self.summaries.device
+        return self.kept.device
 
     def double(self) -> SummarySides:
         """The same in float64."""
-        return SummarySides(self.summaries.double(), self.bases)
+        return SummarySides(self.kept.double(), self.bases)
 
     def weighted(self, weights: Tensor) -> SummarySides:
         """Each times a number."""
-        return SummarySides(self.summaries * weights.to(self.summaries)[:, None, None], self.bases)
+        return SummarySides(self.kept.weighted(weights), self.bases)
 
     def answers(self, question: Functional | BilinearFunctional) -> Tensor:
         """(rows, questions): the answer of each row, in the rows' precision."""
-        return self.summaries.flatten(1) @ self.bases.asked(question, self.summaries).T
-
-    def sums(self, parts: Sequence[slice], coefficients: Tensor) -> Tensor:
-        """(parts, k_o, k_i): the summaries of each part, added up in float64."""
-        flat = self.summaries.flatten(1)
-        found = [coefficients[part].double() @ flat[part].double() for part in parts]
-        return torch.stack(found).reshape(len(parts), *self.summaries.shape[1:])
+        return self.kept.answers(self.bases.question(question))
 
     def total(self, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`U (Σ c S) Vᵀ` over the rows, as a float64 matrix."""
-        return self.bases.expand(self.sums([slice(0, len(self))], coefficients)[0])
+        return self.bases.expand(self.kept.total(coefficients, self.bases.size(shape)))

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger
 from dualform.memory.shared import AnySides
+from dualform.memory.summary import Bases, SummarySides
 from dualform.memory.views import View
 from dualform.optimizers import (
     BY_ROW,
     OBSERVED,
+    Blend,
     Coefficients,
+    Diagonal,
     History,
     Memo,
     Number,
@@ -32,6 +35,17 @@ from dualform.read.engine import Engine, RowReader, Threads
 from dualform.read.replay import KeptDivisors, Replay, spans_of
 from dualform.read.scan import Chunk
 
+FADED = 2.0**-40
+"""Diagonals of which a step has less than this, relative to others, are left out."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How the rows of a stream see a parameter: as which matrix, and in which bases, if in any."""
+
+    view: View
+    bases: Bases | None = None
+
 
 class StepCoefficients(ABC):
     """What each step of a span contributes to a book."""
@@ -41,9 +55,16 @@ class StepCoefficients(ABC):
     def operators(self) -> Mapping[int, Operator]:
         """One for each step that is booked by row, by its number."""
 
+    def put(self, asked: Mapping[str, tuple[Question, Sight]]) -> dict[str, tuple[Question, ...]]:
+        """What the rows of each stream are asked, of what the book is asked: done once a span.
+
+        Streams that see the book as the same matrix have the same question.
+        """
+        return {stream: (question,) for stream, (question, _) in asked.items()}
+
     @abstractmethod
     def answers(
-        self, question: Question, chunk: Chunk, sides: AnySides, view: View, memo: Memo
+        self, asked: Sequence[Question], chunk: Chunk, sides: AnySides, view: View, memo: Memo
     ) -> Tensor:
         """(rows, questions): what the rows of a chunk answer, as the optimizer made them count."""
 
@@ -60,9 +81,10 @@ class StepOperators(StepCoefficients):
         return self.found
 
     def answers(
-        self, question: Question, chunk: Chunk, sides: AnySides, view: View, memo: Memo
+        self, asked: Sequence[Question], chunk: Chunk, sides: AnySides, view: View, memo: Memo
     ) -> Tensor:
         """In float64, step by step."""
+        (question,) = asked
         found = chunk.values.new_zeros(len(sides), len(question), dtype=torch.float64)
         wide = sides.double()  # what is divided by small gradients needs the digits
         for step, rows in chunk.by_step():
@@ -73,21 +95,69 @@ class StepOperators(StepCoefficients):
 
 @dataclass(frozen=True)
 class StepNumbers(StepCoefficients):
-    """One number for each step, its factor included."""
+    """Numbers for each step, its factor included: one for each of some diagonals.
+
+    None among the diagonals is 1 for every element. Rows are asked once for each diagonal, and not
+    once a step.
+    """
 
     numbers: Tensor
+    """(T + 1, diagonals)."""
+    diagonals: tuple[Diagonal | None, ...] = (None,)
+
+    @classmethod
+    def of(cls, operators: Mapping[int, Operator], last: int) -> StepNumbers | None:
+        """Operators that are made of a few diagonals, the other way round; None if some are not."""
+        columns: dict[Diagonal | None, Tensor] = {None: torch.zeros(last + 1, dtype=torch.float64)}
+        for step, operator in operators.items():
+            if operator.diagonals is None:
+                return None
+            for diagonal, number in operator.diagonals.items():
+                if diagonal not in columns:
+                    columns[diagonal] = torch.zeros(last + 1, dtype=torch.float64)
+                columns[diagonal][step] = number
+        numbers = torch.stack(list(columns.values()), 1)
+        numbers[numbers.abs() < FADED * numbers.abs().amax(1, keepdim=True)] = 0.0
+        used = [at for at in range(len(columns)) if not at or bool(numbers[:, at].any())]
+        return cls(numbers[:, used], tuple(list(columns)[at] for at in used))
 
     @property
     def operators(self) -> Mapping[int, Operator]:
-        """The numbers that are not zero."""
-        return {t: Number(c) for t, c in enumerate(self.numbers.tolist()) if c}
+        """The blends that are not zero."""
+        blends: dict[int, Operator] = {}
+        for step, (first, *others) in enumerate(self.numbers.tolist()):
+            pairs = zip(self.diagonals[1:], others, strict=True)
+            parts = {diagonal: number for diagonal, number in pairs if diagonal and number}
+            if parts or first:
+                blends[step] = Blend(parts, first) if parts else Number(first)
+        return blends
+
+    def put(self, asked: Mapping[str, tuple[Question, Sight]]) -> dict[str, tuple[Question, ...]]:
+        """The questions through each diagonal, of which one at a time is in memory."""
+        found: dict[str, list[Question]] = {stream: [] for stream in asked}
+        for diagonal in self.diagonals:
+            numbers = None if diagonal is None else diagonal.numbers
+            scaled: dict[View, Question] = {}
+            for stream, (question, sight) in asked.items():
+                if numbers is not None and sight.view not in scaled:
+                    scaled[sight.view] = question.scaled(sight.view.matrix(numbers))
+                seen = scaled.get(sight.view, question)
+                found[stream].append(seen if sight.bases is None else sight.bases.question(seen))
+        return {stream: tuple(questions) for stream, questions in found.items()}
 
     def answers(
-        self, question: Question, chunk: Chunk, sides: AnySides, view: View, memo: Memo
+        self, asked: Sequence[Question], chunk: Chunk, sides: AnySides, view: View, memo: Memo
     ) -> Tensor:
         """In the precision of the rows, all steps at once."""
-        found = sides.answers(question)
-        return found.mul_(self.numbers[chunk.steps].to(found)[:, None])
+        rows = sides.kept if isinstance(sides, SummarySides) else sides
+        columns = self.numbers.to(chunk.steps.device)[chunk.steps].unbind(1)
+        total: Tensor | None = None
+        for question, numbers in zip(asked, columns, strict=True):
+            if len(asked) == 1 or bool(numbers.any()):
+                found = rows.answers(question)
+                found.mul_(numbers[:, None].to(found))
+                total = found if total is None else total.add_(found)
+        return chunk.values.new_zeros(len(rows), len(asked[0])) if total is None else total
 
 
 @dataclass(frozen=True)
@@ -175,7 +245,7 @@ class Accounting:
         Optimizers whose coefficients are numbers have a single span. The others are replayed.
         """
         if self.rule.by_numbers:
-            numbers = {book.name: StepNumbers(self.numbers(book)) for book in books}
+            numbers = {book.name: StepNumbers(self.numbers(book)[:, None]) for book in books}
             yield Span(1, self.until, dict(numbers))
             return
         by_divisor = {book.name for book in books if self.has_divisors(book)}
@@ -194,8 +264,12 @@ class Accounting:
             for book in books
         ]
         for first, last in reversed(spans):
-            found = {r.book.name: StepOperators(r.back(first, last)) for r in replays}
-            yield Span(first, last, dict(found))
+            found: dict[str, StepCoefficients] = {}
+            for replay in replays:
+                name, operators = replay.book.name, replay.back(first, last)
+                by_number = StepNumbers.of(operators, last) if name in by_divisor else None
+                found[name] = by_number or StepOperators(operators)
+            yield Span(first, last, found)
         for replay in replays:
             on_W, on_b = replay.r
             self._initial[replay.book.name] = (plus(on_W, self.shares[0]), on_b)
@@ -203,7 +277,7 @@ class Accounting:
     def has_divisors(self, book: Book) -> bool:
         """Whether a book is summarized, and what its steps were divided by was kept."""
         summarized = not self.rule.by_numbers and self.ledger.is_summarized(book)
-        return summarized and any(True for _ in self.ledger.divisors(book))
+        return summarized and self.ledger.has_divisors(book)
 
     def initial(self, book: Book) -> Pair:
         """What has become of the book's first value, and of its first buffer."""

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger, Stream
 from dualform.ledger.samples import Label, SampleId
-from dualform.memory.blocks import BilinearFunctional, as_matrix
+from dualform.memory.blocks import BilinearFunctional, as_matrix, keeps_order
 from dualform.optimizers import Memo, Question
-from dualform.read.coefficients import Accounting, Span, StepCoefficients, StepNumbers
+from dualform.read.coefficients import Accounting, Sight, Span, StepCoefficients, StepNumbers
 from dualform.read.engine import Fold, RowReader, Scratch, ShardRange
 from dualform.read.engine.interface import Partial
+from dualform.read.engine.shards import stream_bases
 from dualform.read.grouping import Grouping
 from dualform.read.questions import functional, seen_as
 from dualform.read.scan import Chunk, chunks, row_sides
@@ -54,7 +55,7 @@ class RowQuestions:
 
     books: tuple[Book, ...]
     fed_by: tuple[Stream, ...]
-    asked: Mapping[tuple[str, str], Question]
+    asked: Mapping[tuple[str, str], tuple[Question, ...]]
     """What is asked of a book as a stream sees it, by the names of both."""
     device: torch.device | str = "cpu"
     memos: Scratch = field(default_factory=Scratch)
@@ -71,7 +72,7 @@ class RowQuestions:
         names = {name for book in books for name in book.terms}
         streams = tuple(s for s in accounting.ledger.info.streams if s.name in names)
         asked = {
-            (book.name, stream.name): question(book, stream.name)
+            (book.name, stream.name): (question(book, stream.name),)
             for stream in streams
             for book in books
             if stream.name in book.terms
@@ -79,7 +80,20 @@ class RowQuestions:
         return cls(tuple(books), streams, asked, accounting.device)
 
     def __len__(self) -> int:
-        return len(next(iter(self.asked.values()))) if self.asked else 0
+        return len(next(iter(self.asked.values()))[0]) if self.asked else 0
+
+    def put(self, span: Span, ledger: Ledger) -> RowQuestions:
+        """The same as the rows of some steps are asked, which is done once and not once a shard."""
+        asked: dict[tuple[str, str], tuple[Question, ...]] = {}
+        bases = {s.name: stream_bases(ledger.basis_shards, s, self.device) for s in self.fed_by}
+        for book in self.books:
+            fed = {
+                name: (self.asked[book.name, name][0], Sight(seen_as(book, term), bases[name]))
+                for name, term in book.terms.items()
+            }
+            found = span.coefficients[book.name].put(fed)
+            asked |= {(book.name, name): questions for name, questions in found.items()}
+        return replace(self, asked=asked)
 
     def answers(self, shard: ShardRange, span: Span) -> Iterator[tuple[Chunk, dict[str, Tensor]]]:
         """A shard's rows in chunks, with their answers (rows, questions) by book."""
@@ -121,7 +135,7 @@ class AnswerFold(Fold[Partial]):
         """
         partial = self.start()
         for span in accounting.spans(self.rows.books) if spans is None else spans:
-            fold = replace(self, span=span)
+            fold = replace(self, span=span, rows=self.rows.put(span, accounting.ledger))
             partial = accounting.reader.reduce(fold, span.last, span.first, partial)
         return partial
 
@@ -222,8 +236,10 @@ def row_sums(
     """
 
     def question(book: Book, stream: str) -> Question:
-        term = book.terms[stream]
-        seen = [as_matrix(d, term.view, term.groups) for d in directions[book.name].cpu()]
+        asked, term = directions[book.name].to(accounting.device), book.terms[stream]
+        if keeps_order(term.view):
+            return BilinearFunctional(asked.reshape(len(asked), *seen_as(book, term).size))
+        seen = [as_matrix(direction, term.view, term.groups) for direction in asked]
         return BilinearFunctional(torch.stack(seen))
 
     chosen = [book for book in (books or accounting.ledger.info.books) if book.terms]
@@ -231,7 +247,7 @@ def row_sums(
     spans = None
     if numbers is not None:
         given: dict[str, StepCoefficients] = {
-            name: StepNumbers(by_step) for name, by_step in numbers.items()
+            name: StepNumbers(by_step[:, None]) for name, by_step in numbers.items()
         }
         spans = [Span(1, accounting.until, given)]
     return {name: sums[0].cpu().numpy() for name, sums in fold.over(accounting, spans).items()}

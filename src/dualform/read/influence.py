@@ -150,7 +150,8 @@ class Influencer:
     def _ridge(self, call: InfluenceCall) -> Tensor:
         first, last = ends(call.model, self._source)
         directions = trapezoid(call.asked, first, last, call.queries, PANELS)
-        solved = call.lines.solve(self._metric, directions, call.damping)
+        asked = self._metric.asked(directions)
+        solved = call.lines.solve(self._metric, asked, call.damping)
         return solved * (OWN / call.lines.left(call.damping))
 
     @cached_property

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dualform.ledger import Book, Ledger
+from dualform.ledger import Book, Ledger, Shard
 from dualform.ledger.format import BUFFER, STATE
+from dualform.ledger.reader import divisor_steps, values_by_step
 from dualform.optimizers import (
     BY_ROW,
     STILL,
@@ -155,9 +157,13 @@ class KeptDivisors(Replay):
     @cached_property
     def _inverses(self) -> dict[int, Diagonal]:
         """One over each divisor that was kept, by its step."""
-        device, dtype = self._reader.device, torch.float32
-        kept = self._reader.ledger.divisors(self.book)
-        return {step: _inverse(divisor.to(device, dtype)) for step, divisor in kept}
+        ledger, device = self._reader.ledger, self._reader.device
+        return {
+            step: KeptDivisor(shard, self.book, step, device)
+            for shard in ledger.step_shards
+            for step in divisor_steps(shard, self.book)
+            if step <= ledger.last_step
+        }
 
     @cached_property
     def _taken(self) -> list[float]:
@@ -167,13 +173,36 @@ class KeptDivisors(Replay):
         return [0.0, *(float(state.get("step", 0.0)) + np.concatenate([[0], steps[:-1]]))]
 
 
-def _inverse(divisor: Tensor) -> Diagonal:
+class KeptDivisor(Diagonal):
     """`d / (d² + τ²)`: one over a divisor, but for elements whose gradients are as good as none.
 
     An entry spreads a little over all elements, also over those of a unit that is never active.
+    It is read when it is asked for: many of them would not fit into memory.
     """
-    tau = DAMPING**2 * divisor.square().mean()
-    return Diagonal(divisor / (divisor.square() + tau))
+
+    def __init__(self, shard: Shard, book: Book, step: int, device: torch.device | str) -> None:
+        self._shard, self._book, self._step, self._device = shard, book, step, device
+
+    def __reduce__(self) -> tuple[type[KeptDivisor], tuple[Any, ...]]:
+        """Without the opened file, which the shard may hold."""
+        return KeptDivisor, (replace(self._shard), self._book, self._step, self._device)
+
+    @property
+    def numbers(self) -> Tensor:
+        """In float32."""
+        ((_, kept),) = values_by_step(self._shard, self._book, "divisor", self._step, self._step)
+        return damped_inverse(kept.to(self._device, torch.float32))
+
+
+def damped_inverse(divisor: Tensor) -> Tensor:
+    """`d / (d² + τ²)`, in place.
+
+    >>> damped_inverse(torch.tensor([2.0, 0.0]))
+    tensor([0.4975, 0.0000])
+    """
+    damped = divisor.square()
+    damped += DAMPING**2 * damped.mean()
+    return divisor.div_(damped)
 
 
 def kept_moment(reader: RowReader, rule: StateRule, book: Book, step: int) -> Moment:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.ledger import Book
+from dualform.read.samples_matrix.basis_lines import BasisLines
 from dualform.read.samples_matrix.columns import Columns, longest
+from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.grams import bands, line_grams
 from dualform.read.samples_matrix.matrix import Matrix
 from dualform.read.samples_matrix.sparse import SparseLines
@@ -166,6 +169,11 @@ class _Sums:
         self.left += line.left()
         return line
 
+    def add_lines(self, trace: float, left: float) -> None:
+        """Takes lines that were solved as a whole."""
+        self.trace, self.inside = self.trace + trace, self.inside + trace
+        self.left += left
+
     def shares(self) -> tuple[float, float]:
         """How much of the trace is inside of the bases, and how much is left."""
         if not self.trace:
@@ -179,6 +187,7 @@ class Lines:
     def __init__(self, rank: int | None) -> None:
         self._rank = rank
         self._known: dict[tuple[str, int, int], list[Ridge]] = {}
+        self._in_bases: dict[str, BasisLines] = {}
         self._bytes = 0
         self._left: dict[float, float] = {}
         self.kept = 1.0
@@ -196,8 +205,11 @@ class Lines:
         queries = len(next(iter(directions.values())))
         total = torch.zeros(matrix.groups, queries, dtype=torch.float64)
         sums = _Sums()
-        large = [book for book in matrix.books if self._is_large(matrix, book)]
-        for columns in matrix.columns([book for book in matrix.books if book not in large]):
+        books = [book for book in matrix.books if book.name not in matrix.coordinates]
+        for own in matrix.coordinates.values():
+            total += self._in_coordinates(matrix, own, directions[own.book.name], damping, sums)
+        large = [book for book in books if self._is_large(matrix, book)]
+        for columns in matrix.columns([book for book in books if book not in large]):
             asked = columns.lines_of(directions[columns.book.name])
             C = columns.lines(columns.values)
             sparse = SparseLines.of(C) if self._exact(C) else None
@@ -213,6 +225,32 @@ class Lines:
             total += matrix.product(solved)
         if damping not in self._left:
             self.kept, self._left[damping] = sums.shares()
+        return total
+
+    def _in_coordinates(
+        self, matrix: Matrix, own: Coordinates, asked: Tensor, damping: float, sums: _Sums
+    ) -> Tensor:
+        """What a book adds that is in the coordinates of its bases; asked (queries, lines, side).
+
+        In one scan, where all samples fit into memory; else in one for what is inverted, and one
+        for the product.
+        """
+        book, large = own.small, matrix.is_large(own.small)
+        scanned = partial(matrix.blocks, [matrix.whole(book)]) if large else None
+        parts = list(matrix.columns([book])) if scanned is None else ()
+        lines = self._in_bases.get(book.name) or BasisLines.of(own)
+        if not lines.nbytes:
+            for columns in parts if scanned is None else scanned():
+                lines.add(columns)
+            if self._bytes + lines.nbytes <= KEPT_BYTES:
+                self._in_bases[book.name], self._bytes = lines, self._bytes + lines.nbytes
+        solved, *shares = lines.solved(asked, damping, matrix.groups)
+        if damping not in self._left:
+            sums.add_lines(*shares)
+        question = own.back(solved)
+        total = torch.zeros(matrix.groups, len(asked), dtype=torch.float64)
+        for columns in parts if scanned is None else scanned():
+            total[columns.groups] += (columns.values @ columns.of(question).T).double().cpu()
         return total
 
     def _is_large(self, matrix: Matrix, book: Book) -> bool:

@@ -16,9 +16,10 @@ from dualform.errors import CorruptError
 from dualform.layers import expand, positions
 from dualform.ledger import Book, Ledger, Shard, Stream, Term
 from dualform.ledger.codecs import Column
+from dualform.memory.blocks import Sides
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
-from dualform.memory.summary import Bases, SummarySides
+from dualform.memory.summary import Bases, Matrices, SummarySides
 from dualform.read.engine import Fold, ShardRange
 from dualform.read.progress import advance
 
@@ -172,15 +173,13 @@ def row_sides(chunk: Chunk, term: Term) -> AnySides:
 
 def summary_sides(
     stream: Stream, term: Term, keys: Tensor, values: Tensor, bases: Bases
-) -> AnySides:
+) -> SummarySides:
     """Records that are kept in bases as the blocks they stand for."""
-    form, (U, V) = form_named(term.form), (bases.outputs, bases.inputs)
-    if not form.has_sides:  # errors, at their places
-        return form.rows(keys, bases.expand(values), term.groups, term.at)
-    if not math.prod(stream.keys):
-        return SummarySides(values.reshape(len(values), *stream.values), bases)
-    errors = values if U is None else values @ U.to(values).T
-    return form.rows(keys if V is None else keys @ V.to(keys).T, errors, term.groups, term.at)
+    if form_named(term.form).has_sides and not math.prod(stream.keys):
+        kept: Matrices | Sides = Matrices(values.reshape(len(values), *stream.values))
+    else:
+        kept = form_named(term.form).rows(keys, values, term.groups, term.at)
+    return SummarySides(kept, bases)
 
 
 def rows_total(book: Book, term: Term, sides: AnySides, coefficients: Tensor) -> Tensor:

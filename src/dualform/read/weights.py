@@ -14,12 +14,13 @@ from dualform.ledger import Book, Stream
 from dualform.ledger.format import BUFFER
 from dualform.ledger.reader import values_by_step
 from dualform.memory.blocks import Sides
-from dualform.optimizers import Diagonal, Operator, apply
+from dualform.optimizers import Operator, apply
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import Fold, ShardRange
+from dualform.read.entry_sums import entry_sum
 from dualform.read.forward import forward_totals
 from dualform.read.scan import chunks, row_sides, rows_total
-from dualform.read.step_gradients import chosen, residuals, step_gradients, streams_of
+from dualform.read.step_gradients import chosen, residuals, streams_of
 
 Balance: TypeAlias = tuple[Tensor, Tensor]
 """A parameter as its book adds up to it, and its first value's part of that."""
@@ -106,42 +107,10 @@ def kept_weight(accounting: Accounting, book: Book) -> Tensor:
 def entry_part(accounting: Accounting, book: Book, samples: Tensor | None = None) -> Tensor:
     """What the entries of a book that is summarized add up to, of all samples or some."""
     if samples is not None:
-        return _entries(accounting, book, samples)
+        return entry_sum(accounting, book, samples)
     if book.name not in accounting.entries:
-        accounting.entries[book.name] = _entries(accounting, book, None)
+        accounting.entries[book.name] = entry_sum(accounting, book)
     return accounting.entries[book.name]
-
-
-def _entries(accounting: Accounting, book: Book, samples: Tensor | None) -> Tensor:
-    if accounting.rule.by_numbers:
-        return _row_part(accounting, book, samples)
-    total = torch.zeros(book.shape, dtype=torch.float64, device=accounting.device)
-    for span in accounting.spans([book]):
-        operators = span.coefficients[book.name].operators
-        if all(operator.diagonals is not None for operator in operators.values()):
-            for diagonal, numbers in _by_diagonal(operators, span.last):
-                fold = replace(_row_sum(accounting, book, numbers), samples=samples)
-                part = accounting.reader.reduce(fold, span.last, span.first)
-                total += part if diagonal is None else diagonal.numbers.to(part) * part
-            continue
-        found = step_gradients(accounting.reader, book, span.first, span.last, samples)
-        for step, gradient in found.items():
-            if step in operators:
-                total += apply(operators[step], gradient)
-    return total.cpu()
-
-
-def _by_diagonal(
-    operators: Mapping[int, Operator], last: int
-) -> list[tuple[Diagonal | None, Tensor]]:
-    """Blends the other way round: each diagonal, and (steps + 1,) how much of it a step has."""
-    numbers: dict[Diagonal | None, Tensor] = {}
-    for step, operator in operators.items():
-        for diagonal, number in (operator.diagonals or {}).items():
-            if number:
-                zeros = torch.zeros(last + 1, dtype=torch.float64)
-                numbers.setdefault(diagonal, zeros)[step] = number
-    return list(numbers.items())
 
 
 @dataclass(frozen=True)
@@ -205,13 +174,10 @@ def gross_part(accounting: Accounting, book: Book) -> Tensor:
     return accounting.reader.reduce(replace(fold, sizes=True), accounting.until).cpu()
 
 
-def _row_sum(accounting: Accounting, book: Book, numbers: Tensor | None = None) -> RowSum:
-    """All rows of a book, with a number a step: by default, those of a rule of numbers."""
-    streams = streams_of(accounting.ledger, book)
-    if numbers is None:
-        numbers = accounting.numbers(book) if book.terms else torch.zeros(0)
-    numbers = numbers.to(accounting.device)
-    return RowSum(book, streams, numbers, accounting.device)
+def _row_sum(accounting: Accounting, book: Book) -> RowSum:
+    """All rows of a book, each with the number of its step."""
+    numbers = accounting.numbers(book) if book.terms else torch.zeros(0, device=accounting.device)
+    return RowSum(book, streams_of(accounting.ledger, book), numbers, accounting.device)
 
 
 @dataclass(frozen=True)

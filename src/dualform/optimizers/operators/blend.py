@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.memory.shared import AnySides
 from dualform.memory.views import Region, View
 from dualform.optimizers.operators.elementwise import Elementwise
-from dualform.optimizers.operators.number import Number
-from dualform.optimizers.operators.operator import Memo, Operator, Question, Restricted
-
-REMEMBERED = 3
-"""So many diagonals' questions are remembered: those of neighboring steps."""
+from dualform.optimizers.operators.operator import Operator, Question, Restricted
 
 
-@dataclass(frozen=True, eq=False)
 class Diagonal:
     """One number for each element, of the parameter's shape; told apart by being the same one."""
 
-    numbers: Tensor
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers
+
+    @property
+    def numbers(self) -> Tensor:
+        """As large as the parameter: whoever has them elsewhere gets them only when asked."""
+        return self._numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,19 +93,6 @@ class Blend(Operator):
     def asked(self, question: Question, view: View) -> Question:
         """As one diagonal asks."""
         return Elementwise(self.numbers).asked(question, view)
-
-    def answers(self, question: Question, rows: AnySides, view: View, memo: Memo) -> Tensor:
-        """Each diagonal asks once for all steps that share it."""
-        known: dict[Diagonal, Question] = memo.setdefault(Blend, {})
-        total = rows.answers(question) * self.number if self.number else None
-        for diagonal, number in self.parts.items():
-            if diagonal not in known:
-                while len(known) >= REMEMBERED:
-                    known.pop(next(iter(known)))
-                known[diagonal] = Elementwise(diagonal.numbers).asked(question, view)
-            found = rows.answers(known[diagonal]).mul_(number)
-            total = found if total is None else total.add_(found)
-        return Number(0.0).answers(question, rows, view, memo) if total is None else total
 
     def restricted(self, region: Region, view: View) -> Restricted:
         """Needs that part alone."""

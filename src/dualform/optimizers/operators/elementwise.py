@@ -37,7 +37,7 @@ class Elementwise(Operator):
 
     def asked(self, question: Question, view: View) -> Question:
         """Rank one stays so where a question is about one row of the matrix."""
-        return question.scaled(view.matrix(self.numbers).cpu())
+        return question.scaled(view.matrix(self.numbers))
 
     def restricted(self, region: Region, view: View) -> Restricted:
         """Needs that part alone."""

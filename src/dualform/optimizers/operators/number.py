@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,3 +48,8 @@ class Number(Operator):
     def diagonal(self, shape: tuple[int, ...]) -> Tensor:
         """The same number everywhere."""
         return torch.full(shape, self.number, dtype=torch.float64)
+
+    @property
+    def diagonals(self) -> Mapping[Any, float]:
+        """The number alone."""
+        return {None: self.number}

@@ -60,20 +60,25 @@ class ShardRange:
 
     def bases(self, stream: Stream, device: torch.device | str = "cpu") -> Bases | None:
         """The bases that a stream's records are kept in; None where they are rows."""
-        if not stream.bases:
-            return None
-        U, V = (
-            _basis(self.basis_shards[stream.name], f"{stream.name}/{side}").to(device)
-            if count
-            else None
-            for side, count in zip(("outputs", "inputs"), stream.bases, strict=True)
-        )
-        return Bases(U, V)
+        return stream_bases(self.basis_shards, stream, device)
 
     def __reduce__(self) -> tuple[Callable[..., ShardRange], tuple[Any, ...]]:
         """Without the opened files, which the shards may hold."""
         bases = {name: replace(shard) for name, shard in self.basis_shards.items()}
         return ShardRange, (replace(self.shard), self.first, self.last, self.numbers, bases)
+
+
+def stream_bases(
+    shards: Mapping[str, Shard], stream: Stream, device: torch.device | str = "cpu"
+) -> Bases | None:
+    """The bases of a stream, which are in one of these shards; None where it has rows."""
+    if not stream.bases:
+        return None
+    U, V = (
+        _basis(shards[stream.name], f"{stream.name}/{side}").to(device) if count else None
+        for side, count in zip(("outputs", "inputs"), stream.bases, strict=True)
+    )
+    return Bases(U, V)
 
 
 def _basis(shard: Shard, name: str) -> Tensor:

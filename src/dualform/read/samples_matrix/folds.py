@@ -19,6 +19,7 @@ from dualform.read.engine import BlockFold, Fold, Scratch, ShardRange
 from dualform.read.grouping import Grouping
 from dualform.read.questions import seen_as
 from dualform.read.samples_matrix.columns import Columns, shape_of
+from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.group_sums import InOrder, Receiver, add_groups, add_visits
 from dualform.read.samples_matrix.visits import Reused, Visits
 from dualform.read.scan import chunks, row_sides
@@ -90,6 +91,8 @@ class GroupedRows(BlockFold[Columns]):
     device: torch.device | str = "cpu"
     scratch: Scratch = field(default_factory=Scratch)
     """Where visits lie in the shards, and memory to read them into."""
+    coordinates: Mapping[str, Coordinates] = field(default_factory=dict)
+    """What some books are in, by name."""
 
     def blocks(self, shards: Sequence[ShardRange]) -> Iterator[Columns]:
         """Part by part; some groups at a time."""
@@ -138,9 +141,7 @@ class GroupedRows(BlockFold[Columns]):
             for begin in range(0, count, each):
                 filled = cut(buffer, parts, slice(begin, min(begin + each, count)))
                 for stream in streams:
-                    receivers = [
-                        receiver(part, stream, weights[part.book.name, stream]) for part in filled
-                    ]
+                    receivers = [self._receiver(part, stream, weights) for part in filled]
                     if stream not in ordered:
                         found = InOrder.counted(visits[stream], self.grouping, receivers)
                         ordered[stream] = opened.enter_context(found)
@@ -149,6 +150,13 @@ class GroupedRows(BlockFold[Columns]):
                         ordered[stream].let_go()
                     add_turned(filled, receivers)
                 yield from filled
+
+    def _receiver(
+        self, part: Columns, stream: str, weights: Mapping[tuple[str, str], Tensor]
+    ) -> Receiver:
+        name = part.book.name
+        found = receiver(part, stream, weights[name, stream])
+        return replace(found, coordinates=self.coordinates.get(name))
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from dualform.ledger import Term
 from dualform.memory.blocks import Sides
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
-from dualform.memory.summary import SummarySides
+from dualform.memory.summary import Matrices, SummarySides
 from dualform.memory.views import Region
 from dualform.read.grouping import Grouping
 from dualform.read.progress import LateProgress
+from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.visits import Visits
 from dualform.read.scan import summary_sides
 
@@ -35,6 +36,8 @@ class Receiver:
     term: Term
     region: Region
     weights: Tensor
+    coordinates: Coordinates | None = None
+    """What the part is in, where its book is not taken at its own size."""
 
     def sides(
         self, visits: Visits, rows: Sequence[Tensor], weights: Tensor, shared: Sequence[Tensor] = ()
@@ -44,23 +47,13 @@ class Receiver:
         `shared` are their matrices, and which is whose.
         """
         keys, values = rows
-        if visits.bases is None:
-            plain = form_named(self.term.form).rows(keys, values, self.term.groups, self.term.at)
-            found: AnySides = plain
-        else:
+        if self.coordinates is not None:
+            return self.coordinates.sides(visits.stream, keys, values).weighted(weights)
+        if visits.bases is not None:
             bases = visits.bases.to(values.device)
-            found = summary_sides(visits.stream, self.term, keys, values, bases)
-        if isinstance(found, SummarySides):
-            return found.weighted(weights)
-        assert isinstance(found, Sides)
-        a, b, column = found.a, found.b, weights[:, None]
-        if b is None:
-            b = column.to(a)
-        elif b.ndim == 2 and (a.ndim == 1 or b.shape[1] <= a.shape[1]):
-            b = b * column.to(b)
-        else:
-            a = a * column.to(a)
-        weighed = Sides(a, b, found.at)
+            return summary_sides(visits.stream, self.term, keys, values, bases).weighted(weights)
+        plain = form_named(self.term.form).rows(keys, values, self.term.groups, self.term.at)
+        weighed = plain.weighted(weights)
         return SharedSides(weighed, *shared) if shared else weighed
 
 
@@ -187,18 +180,24 @@ def add_groups(into: Tensor, sides: AnySides, numbers: Tensor, region: Region) -
         into.index_add_(0, groups.to(into.device), sums)
 
 
-def add_segments(into: Tensor, sides: AnySides, counts: Tensor, region: Region) -> None:
+def add_segments(into: Tensor, sides: AnySides | Matrices, counts: Tensor, region: Region) -> None:
     """Adds runs of so many rows each, of which the first belongs to the first group, and so on."""
     if isinstance(sides, SharedSides):
         begins = counts.cumsum(0) - counts
         for target, begin, count in zip(into, begins.tolist(), counts.tolist(), strict=True):
             _add_shared(target, sides[begin : begin + count], region)
         return
-    if isinstance(sides, SummarySides):
+    if isinstance(sides, Matrices):
         runs = torch.arange(len(counts)).repeat_interleave(counts).to(into.device)
-        sums = into.new_zeros(len(counts), *sides.summaries.shape[1:])
-        sums.index_add_(0, runs, sides.summaries.to(into))
-        into += sides.bases.expand_part(sums, region.rows, region.columns)
+        into.index_add_(0, runs, region.of(sides.blocks).to(into))
+        return
+    if isinstance(sides, SummarySides):
+        bases = sides.bases
+        rows = region.rows if bases.outputs is None else slice(0, bases.outputs.shape[1])
+        columns = region.columns if bases.inputs is None else slice(0, bases.inputs.shape[1])
+        sums = into.new_zeros(len(counts), *Region(rows, columns).shape)
+        add_segments(sums, sides.kept, counts, Region(rows, columns))
+        into += bases.part(region.rows, region.columns).expand(sums)
         return
     (top, left), (height, _), across = sides.at, region.shape, region.columns
     width = 1 if sides.b is None else sides.b.shape[-1]

@@ -24,6 +24,7 @@ from dualform.read.engine import Scratch, ShardRange
 from dualform.read.grouping import Grouping
 from dualform.read.questions import seen_as
 from dualform.read.samples_matrix.columns import Columns, shape_of
+from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.folds import (
     GroupedRows,
     LastVisitWeights,
@@ -54,14 +55,20 @@ class SamplesMatrix:
         books: Sequence[Book] | None = None,
         weights: VisitWeights | None = None,
         memory: int | None = None,
+        coordinates: Mapping[str, Coordinates] | None = None,
     ) -> None:
         self._accounting, self._grouping = accounting, grouping
+        self.coordinates: Mapping[str, Coordinates] = coordinates or {}
+        """What some of its books are in, by name."""
         self.groups = grouping.count
         """How many rows the matrix has."""
         self._memory = COLUMN_BYTES if memory is None else memory
         self._scratch = Scratch()
         self._replayed: tuple[str, list[Span]] = ("", [])
-        self.books = [book for book in (books or accounting.ledger.info.books) if book.terms]
+        found = [book for book in (books or accounting.ledger.info.books) if book.terms]
+        small = {name: own.small for name, own in self.coordinates.items()}
+        self.books = [small.get(book.name, book) for book in found]
+        """Some of them as small as their summaries."""
         if weights is None and accounting.rule.by_numbers:
             weights = StepWeights({book.name: accounting.numbers(book) for book in self.books})
         self._weights = weights
@@ -90,7 +97,13 @@ class SamplesMatrix:
         """Parts of parameters with so many groups at a time, from rows with a number each."""
         accounting = self._accounting
         fold = GroupedRows(
-            plan, self._streams, self._grouping, weights, accounting.device, self._scratch
+            plan,
+            self._streams,
+            self._grouping,
+            weights,
+            accounting.device,
+            self._scratch,
+            self.coordinates,
         )
         return accounting.reader.reduce_blocks(fold, accounting.until)
 
@@ -106,7 +119,9 @@ class SamplesMatrix:
         fold = GroupedRows((), self._streams, self._grouping, StepWeights({}))
         visits = fold.visits(ShardRange.of(accounting.ledger, 1, accounting.until))
         weights = LastVisitWeights.of_visits(visits, accounting.until)
-        return SamplesMatrix(accounting, self._grouping, self.books, weights, self._memory)
+        return SamplesMatrix(
+            accounting, self._grouping, self.books, weights, self._memory, self.coordinates
+        )
 
     def _batches(self, books: Sequence[Book]) -> Iterator[list[Columns]]:
         """Parts that are made of the same streams, as many as fit into memory together."""
@@ -238,6 +253,10 @@ class Matrix(Protocol):
     @property
     def groups(self) -> int:
         """How many rows it has."""
+
+    @property
+    def coordinates(self) -> Mapping[str, Coordinates]:
+        """What some of its books are in, by name."""
 
     def columns(self, books: Sequence[Book]) -> Iterator[Columns]:
         """All columns of some books, of all groups; each is valid until the next."""

@@ -6,7 +6,7 @@ the optimizer's memory says, wherever that was kept: no row is read for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,6 +25,7 @@ from dualform.read.contributions import row_sums
 from dualform.read.grouping import Grouping
 from dualform.read.replay import kept_moment
 from dualform.read.samples_matrix.columns import Columns
+from dualform.read.samples_matrix.coordinates import Coordinates, has_coordinates
 from dualform.read.samples_matrix.cost import work_of
 from dualform.read.samples_matrix.folds import StepWeights
 from dualform.read.samples_matrix.matrix import SamplesMatrix, by_blocks
@@ -41,17 +42,42 @@ class OptimizerMetric:
     Where a step's coefficients are one for each element, contributions are taken for `h` times the
     gradients, each with its step's learning rate: their change over time is left out, which spares
     applying every step's coefficients to every sample.
+
+    Books that are summarized are in the coordinates of their bases.
     """
 
     def __init__(self, accounting: Accounting, grouping: Grouping) -> None:
         self.groups, self._accounting, self._grouping = grouping.count, accounting, grouping
-        self._exact = SamplesMatrix(accounting, grouping)
+        self._sizes: dict[str, Tensor | None] = {}
+        self.coordinates: Mapping[str, Coordinates] = {
+            book.name: found
+            for book in accounting.ledger.info.books
+            if book.terms and (found := self._in_coordinates(book)) is not None
+        }
+        self._exact = SamplesMatrix(accounting, grouping, coordinates=self.coordinates)
         self._rated = self._exact
         """Gradients with each step's learning rate, where a step has more than one coefficient."""
         if not self._by_numbers:
-            rates = {book.name: self._by_step(book) for book in self.books}
-            self._rated = SamplesMatrix(accounting, grouping, None, StepWeights(rates))
-        self._sizes: dict[str, Tensor | None] = {}
+            weights = StepWeights({book.name: self._by_step(book) for book in self.books})
+            self._rated = SamplesMatrix(
+                accounting, grouping, None, weights, coordinates=self.coordinates
+            )
+
+    def _in_coordinates(self, book: Book) -> Coordinates | None:
+        """A book that is summarized, in its bases; None for others, and where steps turn it."""
+        accounting = self._accounting
+        if not has_coordinates(accounting.ledger, book):
+            return None
+        moved = None if self._by_numbers else self._size(book)
+        if moved is None and not self._by_numbers:
+            return None
+        self._sizes.pop(book.name, None)  # the coordinates have it
+        return Coordinates.of(accounting.ledger, book, moved, accounting.device)
+
+    def asked(self, directions: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Directions (directions, *shape) as they are asked of each book."""
+        found = self.coordinates
+        return {n: found[n].asked(d) if n in found else d for n, d in directions.items()}
 
     @property
     def books(self) -> Sequence[Book]:
@@ -63,9 +89,11 @@ class OptimizerMetric:
         if self._by_numbers:
             yield from self._exact.columns(books)
             return
-        for columns in self._rated.columns([b for b in books if self._size(b) is not None]):
+        yield from self._rated.columns([b for b in books if b.name in self.coordinates])
+        others = [book for book in books if book.name not in self.coordinates]
+        for columns in self._rated.columns([b for b in others if self._size(b) is not None]):
             yield self._stretched(columns)
-        for book in (book for book in books if self._size(book) is None):
+        for book in (book for book in others if self._size(book) is None):
             yield from self._turned(book)
 
     def blocks(self, parts: Sequence[Columns]) -> Iterator[Columns]:
@@ -81,11 +109,13 @@ class OptimizerMetric:
         """Whether a book is better gone through some groups at a time."""
         if self._by_numbers:
             return self._exact.is_large(book)
-        return self._size(book) is not None and self._rated.is_large(book)
+        scaled = book.name in self.coordinates or self._size(book) is not None
+        return scaled and self._rated.is_large(book)
 
     def whole(self, book: Book) -> Columns:
         """All of a book, to be filled."""
-        found, h = self._exact.whole(book), None if self._by_numbers else self._size(book)
+        plain = self._by_numbers or book.name in self.coordinates
+        found, h = self._exact.whole(book), None if plain else self._size(book)
         return found if h is None else replace(found, scale=found.of(h[None].sqrt())[0])
 
     def product(self, solved: Sequence[tuple[Columns, Tensor]]) -> Tensor:
