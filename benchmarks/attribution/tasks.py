@@ -21,8 +21,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import dualform
 from benchmarks.attribution import data, models
+from dualform.recording.keep import AUTO, Keep
 
-Keep = Callable[[int, nn.Module], None]
+Shown = Callable[[int, nn.Module], None]
+"""What is called after every epoch."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ class Task:
         seed: int,
         path: Path | None = None,
         order_seed: int | None = None,
-        keep: Keep | None = None,
+        show: Shown | None = None,
+        keep: Keep = AUTO,
     ) -> nn.Module:
-        """Trains on these samples; recorded at `path`, shown to `keep` after every epoch.
+        """Trains on these samples; recorded at `path`, shown to `show` after every epoch.
 
         `seed` is that of the initial weights, and of the order unless that has its own.
         """
@@ -71,14 +74,15 @@ class Task:
         optimizer = self.optimizer(model.parameters())
         order = torch.Generator().manual_seed(seed if order_seed is None else order_seed)
         kept = torch.as_tensor(list(ids))
-        with dualform.record(model, optimizer, path) if path else nullcontext() as recorder:
+        recording = dualform.record(model, optimizer, path, keep=keep) if path else nullcontext()
+        with recording as recorder:
             for epoch in range(1, self.epochs + 1):
                 for batch in self._batches(kept, order):
                     if recorder is not None:
                         recorder.samples(batch.tolist())
                     self._step(model, optimizer, batch)
-                if keep is not None:
-                    keep(epoch, model)
+                if show is not None:
+                    show(epoch, model)
         return model.eval()
 
     def measure(self, model: nn.Module) -> NDArray[np.float64]:

@@ -55,10 +55,10 @@ class Trained:
     def _train(self) -> None:
         states: list[dict[str, Tensor]] = []
 
-        def keep(_: int, model: nn.Module) -> None:
+        def show(_: int, model: nn.Module) -> None:
             states.append({name: value.clone() for name, value in model.state_dict().items()})
 
         self.folder.mkdir(parents=True, exist_ok=True)
         ids = range(len(self.task.samples()[0]))
-        self.task.train(ids, SEED, self.ledger, keep=keep)
+        self.task.train(ids, SEED, self.ledger, show=show)
         torch.save(states, self._kept)

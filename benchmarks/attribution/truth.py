@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--data", help="where mnist/ and text/ are, else DUALFORM_DATA")
     parser.add_argument("--subsets", type=int, nargs=2, default=(40, 100), metavar=PARTS)
     parser.add_argument("--seeds", type=int, nargs=2, default=(3, 5), metavar=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--workers", type=int)
     options = parser.parse_args()
     if options.data:
@@ -64,6 +65,8 @@ def main() -> None:
         parser.error(f"{folder()} lacks {', '.join(missing)}; say where it is with --data")
     for name in options.tasks or TASKS:
         for part, subsets, seeds in zip(PARTS, options.subsets, options.seeds, strict=True):
+            if part not in options.parts:
+                continue
             work = retraining(name, part, options.folder, subsets, seeds, options.workers)
             print(f"{name}, {part}: {work.run().to_dict()}", flush=True)
 

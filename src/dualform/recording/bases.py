@@ -21,9 +21,9 @@ ROWS_A_DIRECTION = 8
 """So many rows are looked at for each direction of a basis."""
 MOST_ROWS = 4096
 """About so many rows of one use are looked at."""
-RENEWED = tuple(64 * 8**power for power in range(8))
+RENEWED = tuple(4**power for power in range(1, 13))
 """After so many steps of a recording, bases are compared with those of new rows."""
-GAIN = 0.05
+GAIN = 0.02
 """By how much more of the rows' energy new bases must capture to take the place of old ones."""
 ROUNDS = 4
 """How often directions are multiplied by the rows and back."""
@@ -111,7 +111,10 @@ class BookBases:
         tall = [E for E, _ in rows if E is not None]
         E, X = torch.cat(tall) if tall else None, torch.cat([X for _, X in rows])
         U = None if E is None else leading_directions(E, policy.outputs)
-        new = Bases(U, leading_directions(X, policy.inputs))
+        V = leading_directions(X, policy.inputs)
+        if E is None and V is None:  # a basis, so that steps leave no residuals as large as a table
+            V = torch.eye(X.shape[1], dtype=torch.float32, device=X.device)
+        new = Bases(U, V)
         self.stale.discard(book)
         if known is None or _captured(new, E, X) > _captured(known, E, X) + GAIN:
             (self.found if first else self._ready)[book] = new

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dualform.layers import expand, positions
 from dualform.ledger import Book, Codec, Records, Stream, Term
@@ -18,6 +20,10 @@ from dualform.recording.accounts import Evidence, Feed
 from dualform.recording.keep import codec_for
 from dualform.recording.pages import StreamRows
 from dualform.recording.plan import Plan
+
+
+ACCOUNTED = 16
+"""Of so many steps in a row, one keeps the gradient in a book's bases."""
 
 
 @dataclass
@@ -35,13 +41,15 @@ class Entries:
     """For each book and step, the sum of the rows less that of the entries, in float64."""
 
     accounts: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Gradients of books that are summarized, in their bases, at the steps that were probed."""
+    """Gradients of books that are summarized, in their bases, at some steps that were probed."""
 
     def keep_accounts(self, account: Evidence) -> None:
         """Keeps what was probed of books all of whose entries are in the bases that it is in."""
         for book, (look, columns) in account.looks.items():
             fed = [feed for feed in account.feeds if book in feed.terms and feed.pieces]
             probed = torch.nonzero(account.active[:, columns.start]).flatten()
+            turns = (probed + self.first) // ACCOUNTED
+            probed = probed[turns.diff(prepend=turns.new_tensor([-1])) > 0]
             if look.outputs is None or not fed or not len(probed):
                 continue
             if all(feed.stream.bases and feed.stream.bases[1] for feed in fed):
@@ -84,8 +92,8 @@ class Entries:
         decoded = codec.decode(encoded, 0, len(records.keys))
         books = {book: self.plan.book(book) for book in feed.terms}
         for book, at, residual in residuals(books, feed.stream, feed.terms, rows, records, decoded):
-            found = self.residuals.setdefault(book, {})
-            found[self.first + at] = found.get(self.first + at, 0) + residual
+            found, step = self.residuals.setdefault(book, {}), self.first + at
+            found[step] = found[step] + residual if step in found else residual
 
 
 def residuals(
@@ -100,6 +108,10 @@ def residuals(
 
     `recorded` and `decoded` are the records of `rows`, before and after a codec.
     """
+    if not math.prod(stream.keys):
+        for book, term in terms.items():
+            yield from _missing(books[book], stream, term, rows, recorded.values, decoded.values)
+        return
     steps = rows.at.to(rows.keys.device)
     for at in sorted(set(rows.at.tolist())):
         own = steps == at
@@ -107,6 +119,25 @@ def residuals(
             residual = _total(books[book], stream, term, recorded, own, rows)
             residual -= _total(books[book], stream, term, decoded, own, rows)
             yield book, at, residual
+
+
+def _missing(
+    book: Book, stream: Stream, term: Term, rows: StreamRows, recorded: Tensor, decoded: Tensor
+) -> Iterator[tuple[str, int, Tensor]]:
+    """The residuals of records that are blocks themselves, of all steps at once, in main memory."""
+    steps, places = torch.unique(rows.at, return_inverse=True)
+    missing = recorded.double() - decoded.double()
+    sums = missing.new_zeros(len(steps), missing.shape[1])
+    sums = sums.index_add_(0, places.to(missing.device), missing).cpu()
+    height, width = matrix_shape(book.shape, term.view, term.groups)
+    blocks = sums.reshape(len(steps), stream.values[0], -1)
+    below, right = (
+        size - start - own
+        for size, start, own in zip((height, width), term.at, blocks.shape[1:], strict=True)
+    )
+    placed = F.pad(blocks, (term.at[1], right, term.at[0], below))
+    for step, matrix in zip(steps.tolist(), placed, strict=True):
+        yield book.name, step, from_matrix(matrix, book.shape, term.view, term.groups)
 
 
 def residual_arrays(book: Book, found: Mapping[int, Tensor]) -> dict[str, list[Tensor]]:
