@@ -206,7 +206,8 @@ def test_rows_in_the_bases_are_the_summaries(name: str, optimizer: str, trained:
                     if not isinstance(entry.rows, SummarySides) or entry.rows.bases.is_whole:
                         continue
                     summaries += 1
-                    total = entry.rows.summaries.sum(0).double()
+                    kept, size = entry.rows.kept, entry.rows.bases.size(shape_of(given.run, book))
+                    total = kept.total(torch.ones(len(kept)), size)
                     blocks = [
                         b.total(torch.ones(len(b)), shape_of(given.run, book))
                         for b in rows.blocks(book)

@@ -83,7 +83,9 @@ class KeyTable:
                 torch.index_select(stored, 0, at, out=found)
                 continue
             together = max(1, CACHED_BYTES // max(1, size))
-            for some, here in zip(own.split(together), at.split(together), strict=True):
+            for some, here in zip(
+                torch.split(own, together), torch.split(at, together), strict=True
+            ):
                 found.index_copy_(0, some, stored.index_select(0, here))
         return found.view(column.dtype)
 

@@ -293,7 +293,7 @@ def _contributed(
             continue
         key, view = (book.name, layer.name), seen_as(book, book.terms[layer.name])
         answers = partial(
-            coefficient.answers, asked.asked[key], view=view, memo=memos.setdefault(key, {})
+            coefficient.answers, asked.asked[key][0], view=view, memo=memos.setdefault(key, {})
         )
         entries, begin = layer.rows.entries[book.name], 0
         for entry in entries:
