@@ -188,20 +188,6 @@ class Sides(RowBlocks):
             a = a * column.to(a)
         return Sides(a, b, self.at)
 
-    def merged(self, groups: Tensor) -> tuple[Sides, Tensor]:
-        """Rows of the same group and the same place as one, and the group of each.
-
-        >>> rows = Sides(torch.tensor([5, 5, 7]), torch.tensor([[1.0], [2.0], [4.0]]))
-        >>> merged, groups = rows.merged(torch.tensor([1, 1, 2]))
-        >>> merged.a.tolist(), merged.b.flatten().tolist(), groups.tolist()
-        ([5, 7], [3.0, 4.0], [1, 2])
-        """
-        assert self.b is not None
-        height = int(self.a.max()) + 1 if len(self.a) else 1
-        found, which = torch.unique(groups * height + self.a, return_inverse=True)
-        summed = self.b.new_zeros(len(found), *self.b.shape[1:]).index_add_(0, which, self.b)
-        return Sides(found % height, summed, self.at), found // height
-
     def answers(self, question: Functional | BilinearFunctional) -> Tensor:
         """(rows, questions): the answer of each row to each question."""
         return question.of(self)

@@ -40,7 +40,7 @@ FADED = 2.0**-40
 
 
 @dataclass(frozen=True)
-class Sight:
+class StreamView:
     """How the rows of a stream see a parameter: as which matrix, and in which bases, if in any."""
 
     view: View
@@ -55,7 +55,9 @@ class StepCoefficients(ABC):
     def operators(self) -> Mapping[int, Operator]:
         """One for each step that is booked by row, by its number."""
 
-    def put(self, asked: Mapping[str, tuple[Question, Sight]]) -> dict[str, tuple[Question, ...]]:
+    def put(
+        self, asked: Mapping[str, tuple[Question, StreamView]]
+    ) -> dict[str, tuple[Question, ...]]:
         """What the rows of each stream are asked, of what the book is asked: done once a span.
 
         Streams that see the book as the same matrix have the same question.
@@ -132,17 +134,21 @@ class StepNumbers(StepCoefficients):
                 blends[step] = Blend(parts, first) if parts else Number(first)
         return blends
 
-    def put(self, asked: Mapping[str, tuple[Question, Sight]]) -> dict[str, tuple[Question, ...]]:
+    def put(
+        self, asked: Mapping[str, tuple[Question, StreamView]]
+    ) -> dict[str, tuple[Question, ...]]:
         """The questions through each diagonal, of which one at a time is in memory."""
         found: dict[str, list[Question]] = {stream: [] for stream in asked}
         for diagonal in self.diagonals:
             numbers = None if diagonal is None else diagonal.numbers
             scaled: dict[View, Question] = {}
-            for stream, (question, sight) in asked.items():
-                if numbers is not None and sight.view not in scaled:
-                    scaled[sight.view] = question.scaled(sight.view.matrix(numbers))
-                seen = scaled.get(sight.view, question)
-                found[stream].append(seen if sight.bases is None else sight.bases.question(seen))
+            for stream, (question, seen_by) in asked.items():
+                if numbers is not None and seen_by.view not in scaled:
+                    scaled[seen_by.view] = question.scaled(seen_by.view.matrix(numbers))
+                seen = scaled.get(seen_by.view, question)
+                found[stream].append(
+                    seen if seen_by.bases is None else seen_by.bases.question(seen)
+                )
         return {stream: tuple(questions) for stream, questions in found.items()}
 
     def answers(

@@ -15,7 +15,7 @@ from dualform.ledger import Book, Ledger, Stream
 from dualform.ledger.samples import Label, SampleId
 from dualform.memory.blocks import BilinearFunctional, as_matrix, keeps_order
 from dualform.optimizers import Memo, Question
-from dualform.read.coefficients import Accounting, Sight, Span, StepCoefficients, StepNumbers
+from dualform.read.coefficients import Accounting, Span, StepCoefficients, StepNumbers, StreamView
 from dualform.read.engine import Fold, RowReader, Scratch, ShardRange
 from dualform.read.engine.interface import Partial
 from dualform.read.engine.shards import stream_bases
@@ -107,7 +107,7 @@ class RowQuestions:
         bases = {s.name: stream_bases(ledger.basis_shards, s, self.device) for s in self.fed_by}
         for book in self.books:
             fed = {
-                name: (self.asked[book.name, name][0], Sight(seen_as(book, term), bases[name]))
+                name: (self.asked[book.name, name][0], StreamView(seen_as(book, term), bases[name]))
                 for name, term in book.terms.items()
             }
             found = span.coefficients[book.name].put(fed)

@@ -122,7 +122,7 @@ class EntrySums(Fold[StreamSums]):
             rows, steps = self._rows(chunk), chunk.steps
             counts = chosen(chunk, self.samples)
             if isinstance(rows, Sides) and rows.a.ndim == 1:
-                rows, steps = rows.weighted(counts).merged(steps)
+                rows, steps = merged(rows.weighted(counts), steps)
                 counts = torch.ones(len(rows), dtype=torch.float64, device=rows.device)
             shape = _summed_shape(self.book, stream, chunk.bases)
             for column, numbers in enumerate(self.numbers[steps].unbind(1)):
@@ -162,3 +162,18 @@ class EntrySums(Fold[StreamSums]):
 
 def _add_to(sums: StreamSums, key: tuple[str, int], found: Tensor) -> None:
     sums[key] = sums[key].add_(found) if key in sums else found
+
+
+def merged(rows: Sides, groups: Tensor) -> tuple[Sides, Tensor]:
+    """Rows of the same group and the same place as one, and the group of each.
+
+    >>> rows = Sides(torch.tensor([5, 5, 7]), torch.tensor([[1.0], [2.0], [4.0]]))
+    >>> found, groups = merged(rows, torch.tensor([1, 1, 2]))
+    >>> found.a.tolist(), found.b.flatten().tolist(), groups.tolist()
+    ([5, 7], [3.0, 4.0], [1, 2])
+    """
+    assert rows.b is not None
+    height = int(rows.a.max()) + 1 if len(rows) else 1
+    found, which = torch.unique(groups * height + rows.a, return_inverse=True)
+    summed = rows.b.new_zeros(len(found), *rows.b.shape[1:]).index_add_(0, which, rows.b)
+    return Sides(found % height, summed, rows.at), found // height
