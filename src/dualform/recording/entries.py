@@ -21,9 +21,8 @@ from dualform.recording.keep import codec_for
 from dualform.recording.pages import StreamRows
 from dualform.recording.plan import Plan
 
-
 ACCOUNTED = 16
-"""Of so many steps in a row, one keeps the gradient in a book's bases."""
+"""Of so many steps in a row that are handed over, one keeps the gradient in a book's bases."""
 
 
 @dataclass
