@@ -256,36 +256,6 @@ def test_offsets_may_be_kept_by_step(tmp_path: Path) -> None:
     assert kept["0.bias"] == kept["1.weight"] == "step"
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_rounded_sums_and_whole_weights_leave_exact_books(optimizer: str, tmp_path: Path) -> None:
-    """What rounding misses of offsets, scales and small weights is a residual of each step."""
-    train(tmp_path / "run", "tokens", optimizer, summaries(3, 16))
-    ledger = Ledger(tmp_path / "run")
-    for stream in ("0~bias", "1~weight", "1~bias", "2~weight", "2~bias"):
-        assert ledger.shards[-1].codec(stream).name == "int8"
-    books = {line.name: line for line in opened(tmp_path / "run").audit().books}
-    for name in ("0.bias", "1.weight", "1.bias", "2.weight", "2.bias"):
-        assert books[name].remainder < 1e-5
-        assert 0 < books[name].residual < 0.1
-
-
-def test_a_narrow_table_leaves_no_residual_by_step(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Embedding(30, 6), nn.Linear(6, 3))
-    stepper = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    keep = {"0": summaries(2, 8), "1": "rows"}
-    with dualform.record(net, stepper, tmp_path / "run", keep=keep, strict=True):
-        for _ in range(40):
-            net(torch.randint(30, (BATCH, 9))).square().mean().backward()
-            stepper.step()
-            stepper.zero_grad()
-    ledger = Ledger(tmp_path / "run")
-    assert ledger.shards[-1].file.rows("0~weight/values")
-    assert not ledger.array_bytes("0.weight/residuals")
-    (table, *_) = opened(tmp_path / "run").audit().books
-    assert table.residual < 0.02
-
-
 def test_accounts_are_kept_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 16 steps, and one more for each handover that begins in between."""
     monkeypatch.setitem(globals(), "STEPS", 100)

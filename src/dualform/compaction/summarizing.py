@@ -225,11 +225,11 @@ def _records(part: Reduced) -> Records:
 
 
 def _codec(part: Reduced, records: Records) -> Codec:
-    """How a part is stored: without rounding, where it is a sum, or its parameter is kept whole.
+    """How a part is stored: without rounding, where both sides of its parameter are kept whole.
 
     Then the books are to add up by entries alone, and nothing would say what rounding loses.
     """
-    whole = part.bases is None or part.bases.is_whole
+    whole = part.bases is not None and part.bases.is_whole
     return codec_for([ROWS if whole else part.numbers]).for_records(records)
 
 

@@ -111,10 +111,7 @@ class BookBases:
         tall = [E for E, _ in rows if E is not None]
         E, X = torch.cat(tall) if tall else None, torch.cat([X for _, X in rows])
         U = None if E is None else leading_directions(E, policy.outputs)
-        V = leading_directions(X, policy.inputs)
-        if E is None and V is None:  # a basis, so that steps leave no residuals as large as a table
-            V = torch.eye(X.shape[1], dtype=torch.float32, device=X.device)
-        new = Bases(U, V)
+        new = Bases(U, leading_directions(X, policy.inputs))
         self.stale.discard(book)
         if known is None or _captured(new, E, X) > _captured(known, E, X) + GAIN:
             (self.found if first else self._ready)[book] = new

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from dualform.layers import expand, positions
 from dualform.ledger import Book, Codec, Records, Stream, Term
@@ -107,10 +105,6 @@ def residuals(
 
     `recorded` and `decoded` are the records of `rows`, before and after a codec.
     """
-    if not math.prod(stream.keys):
-        for book, term in terms.items():
-            yield from _missing(books[book], stream, term, rows, recorded.values, decoded.values)
-        return
     steps = rows.at.to(rows.keys.device)
     for at in sorted(set(rows.at.tolist())):
         own = steps == at
@@ -118,25 +112,6 @@ def residuals(
             residual = _total(books[book], stream, term, recorded, own, rows)
             residual -= _total(books[book], stream, term, decoded, own, rows)
             yield book, at, residual
-
-
-def _missing(
-    book: Book, stream: Stream, term: Term, rows: StreamRows, recorded: Tensor, decoded: Tensor
-) -> Iterator[tuple[str, int, Tensor]]:
-    """The residuals of records that are blocks themselves, of all steps at once, in main memory."""
-    steps, places = torch.unique(rows.at, return_inverse=True)
-    missing = recorded.double() - decoded.double()
-    sums = missing.new_zeros(len(steps), missing.shape[1])
-    sums = sums.index_add_(0, places.to(missing.device), missing).cpu()
-    height, width = matrix_shape(book.shape, term.view, term.groups)
-    blocks = sums.reshape(len(steps), stream.values[0], -1)
-    below, right = (
-        size - start - own
-        for size, start, own in zip((height, width), term.at, blocks.shape[1:], strict=True)
-    )
-    placed = F.pad(blocks, (term.at[1], right, term.at[0], below))
-    for step, matrix in zip(steps.tolist(), placed, strict=True):
-        yield book.name, step, from_matrix(matrix, book.shape, term.view, term.groups)
 
 
 def residual_arrays(book: Book, found: Mapping[int, Tensor]) -> dict[str, list[Tensor]]:

@@ -49,8 +49,8 @@ def summaries(
     A sample's rows in a layer (its tokens, or patches) are added up, and what they add to the
     weight is stored in two bases: the directions in which the layer's errors, and its inputs, vary
     most. `numbers` is how a summary is stored: "int8", "half" or "rows" (32 bits). `offsets` says
-    what becomes of biases and normalizations: "sums" stores one sum a sample, in the same numbers,
-    and "steps" the change that each step made. Steps take less, but explain no sample.
+    what becomes of biases and normalizations: "sums" stores one exact sum a sample, and "steps" the
+    change that each step made. Steps take less, but explain no sample.
 
     >>> import tempfile, torch, dualform
     >>> model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 3))

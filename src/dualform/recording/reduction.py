@@ -24,7 +24,7 @@ from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases
 from dualform.recording.bases import MOST_ROWS, BookBases
-from dualform.recording.keep import STEPS, Policy, Summaries
+from dualform.recording.keep import ROWS, STEPS, Policy, Summaries
 from dualform.recording.pages import Order
 from dualform.recording.repeated import Reduced, Repeated, repeated
 
@@ -164,7 +164,7 @@ class Reducer:
         if bases.inputs is None:
             summaries = _placed(summaries, left, width)
         none, seen = summaries.new_empty(wide.samples, 0), Term("outer", term.view, term.groups)
-        numbers = self.policy.numbers
+        numbers = ROWS if bases.is_whole else self.policy.numbers
         return Reduced(book, seen, none, summaries, (wide.samples, 1), 1, 2, bases, numbers)
 
     def _lookup(
@@ -186,8 +186,7 @@ class Reducer:
         total = wide.products if scaled else wide.sums
         reach = wide.reach(scaled) if wide.with_reach else None
         none, at = total.new_empty(wide.samples, 0), Term("sum", term.view, term.groups, term.at)
-        order, numbers = (wide.samples, 1), self.policy.numbers
-        return Reduced(book, at, none, total, order, 1, 1, None, numbers, reach)
+        return Reduced(book, at, none, total, (wide.samples, 1), 1, 1, None, ROWS, reach)
 
 
 class _Wide:
