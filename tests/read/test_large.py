@@ -197,7 +197,7 @@ def test_the_work_of_a_run(recorded: Make) -> None:
     books = [book for book in made.run.info.books if book.terms]
     work = work_of(source.accounting, BySample(source.numbers), books)
     rows = made.run._ledger.shards
-    count = sum(shard.file.rows("0/keys") for shard in rows)
+    count = sum(shard.file.rows("0/values") for shard in rows)
     assert work.products == count * (24 + 6 + 18 + 3)
     assert work.row_bytes == 4 * count * (4 + 6 + 6 + 3)
     assert (work.parameters, work.groups, work.steps, work.scans) == (51, 10, 0, 1.0)

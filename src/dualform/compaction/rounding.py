@@ -36,9 +36,13 @@ def segments_of(shard: Shard, stream: Stream) -> tuple[Tensor, Tensor]:
 
 
 def read_arrays(shard: Shard, stream: Stream) -> dict[str, Tensor]:
-    """The arrays of all records of a stream in a shard, as its codec made them."""
+    """The arrays of all records of a stream in a shard, as its codec made them.
+
+    They are in memory of their own: what is computed of mapped rows may differ in its last digit.
+    """
     columns = RowColumns(ShardRange(shard, shard.first, shard.last), stream)
-    return StoredRecords(shard, stream, columns).read(0, len(columns.steps))
+    mapped = StoredRecords(shard, stream, columns).read(0, len(columns.steps))
+    return {name: array.clone() for name, array in mapped.items()}
 
 
 def stored_bytes(shard: Shard, stream: Stream, codec: Codec) -> int:

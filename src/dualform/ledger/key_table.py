@@ -83,10 +83,10 @@ class KeyTable:
                 torch.index_select(stored, 0, at, out=found)
                 continue
             together = max(1, CACHED_BYTES // max(1, size))
-            for some, here in zip(
-                torch.split(own, together), torch.split(at, together), strict=True
-            ):
-                found.index_copy_(0, some, stored.index_select(0, here))
+            source, target = stored.numpy(), found.numpy()  # which copies rows faster than torch
+            for begin in range(0, len(own), together):
+                some = slice(begin, begin + together)
+                target[own.numpy()[some]] = source[at.numpy()[some]]
         return found.view(column.dtype)
 
     def _stored(self, shard: Shard, name: str) -> Tensor:

@@ -19,7 +19,7 @@ from dualform.owners import BatchSamples
 from dualform.recording.pages import Page
 
 
-class Place(NamedTuple):
+class BundlePlace(NamedTuple):
     """Where a bundle has the summaries of one stream."""
 
     columns: slice
@@ -35,7 +35,7 @@ class Bundle:
 
     >>> bundle = Bundle()
     >>> bundle.add(1, BatchSamples(1, 2, None), torch.arange(12.0).reshape(2, 6))
-    >>> [page] = bundle.pages(Place(slice(2, 6), (2, 2)))
+    >>> [page] = bundle.pages(BundlePlace(slice(2, 6), (2, 2)))
     >>> page.rows([0])[1].tolist()
     [[[[2.0, 3.0], [4.0, 5.0]], [[8.0, 9.0], [10.0, 11.0]]]]
     """
@@ -59,7 +59,7 @@ class Bundle:
             parts[at == step].add(at, samples, records)
         return parts
 
-    def pages(self, place: Place) -> list[BundlePage]:
+    def pages(self, place: BundlePlace) -> list[BundlePage]:
         """The records of one stream: a page for neighboring passes of one size, in their order."""
         runs = itertools.groupby(range(len(self.marks)), lambda at: self.marks[at][1].size)
         return [BundlePage(self, place, size, list(passes)) for size, passes in runs]
@@ -82,7 +82,7 @@ class BundlePage(Page):
 
     is_reusable = False
 
-    def __init__(self, bundle: Bundle, place: Place, size: int, passes: list[int]) -> None:
+    def __init__(self, bundle: Bundle, place: BundlePlace, size: int, passes: list[int]) -> None:
         self._bundle, self._place, self._at = bundle, place, passes
         self.marks = [bundle.marks[at] for at in self._at]
         self.shared, self.reach = [], {}

@@ -20,7 +20,7 @@ from dualform.owners import UNCLEAR, Batch, BatchSamples, Owners, Sighting
 from dualform.recording.automatic import Automatic, RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
-from dualform.recording.bundle import Bundle, Place
+from dualform.recording.bundle import Bundle, BundlePlace
 from dualform.recording.keep import ROWS
 from dualform.recording.pages import Order, Page, PagePool, PageWriter
 from dualform.recording.reached import Reached
@@ -215,7 +215,7 @@ class RowWriter:
         self.streams = Streams(parameters, known, keep, bases)
         self._states, self._owners, self._split = states, owners, split
         self._reached = Reached(parameters)
-        self._bundle, self._places = Bundle(), dict[int, Place]()
+        self._bundle, self._places = Bundle(), dict[int, BundlePlace]()
         """Passes whose records lie in one tensor, and where that has those of each stream."""
         self.step = step
         """The step under way."""
@@ -322,7 +322,7 @@ class RowWriter:
         """From now on, bundles have the summaries of a layer in these columns."""
         summary = self.streams.of_summary(stream, part, dtype)
         height, width = part.values.shape[1:]
-        self._places[id(summary)] = Place(at, (height, width))
+        self._places[id(summary)] = BundlePlace(at, (height, width))
 
     def write_bundle(self, records: Tensor, batch: Batch) -> None:
         """Writes the summaries of all layers that have a place in bundles."""
