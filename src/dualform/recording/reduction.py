@@ -9,7 +9,7 @@ known, its rows are kept as they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
@@ -33,6 +33,19 @@ WIDEST = 8192
 """Rows of more numbers than these are added up by torch's own operations."""
 LARGEST_IN_GROUPS = 8
 """Weights in groups are kept whole, if they have at most so many times the numbers of a summary."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRecords:
+    """What was last kept of a stream's rows, without the records themselves."""
+
+    parts: tuple[Reduced, ...]
+    """One for each book, with keys and values of no records; none where rows were kept whole."""
+    each: int
+    """How many records of rows a sample had."""
+    dtype: torch.dtype
+    settled: bool
+    """Whether rows to come are kept in the same way."""
 
 
 @dataclass(frozen=True)
@@ -328,3 +341,26 @@ def _placed(rows: Tensor, start: int, size: int) -> Tensor:
 
 def _at_least_32_bits(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def kept_records(
+    site: Site,
+    parts: Sequence[Reduced] | None,
+    keys: Tensor,
+    values: Tensor,
+    samples: int,
+    settled: bool,
+) -> KeptRecords:
+    """What was kept of the rows of a use, without the records."""
+    each = math.prod(keys.shape[: keys.ndim - site.key_dims]) // samples
+    found = [
+        part._replace(
+            keys=part.keys.new_empty(0, *part.keys.shape[part.keys.ndim - part.key_dims :]),
+            values=part.values.new_empty(
+                0, *part.values.shape[part.values.ndim - part.value_dims :]
+            ),
+            reach=None,
+        )
+        for part in parts or ()
+    ]
+    return KeptRecords(tuple(found), each, values.dtype, settled)

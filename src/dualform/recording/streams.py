@@ -24,7 +24,7 @@ from dualform.recording.bundle import Bundle, BundlePlace
 from dualform.recording.keep import ROWS
 from dualform.recording.pages import Order, Page, PagePool, PageWriter
 from dualform.recording.reached import Reached
-from dualform.recording.reduction import Reducer, reducer_for
+from dualform.recording.reduction import KeptRecords, Reducer, kept_records, reducer_for
 from dualform.recording.repeated import Reduced
 
 
@@ -52,19 +52,6 @@ class OpenStream:
     def declaration(self) -> Declaration:
         """What readers must know."""
         return Declaration(self.stream, dict(self.terms))
-
-
-@dataclass(frozen=True, slots=True)
-class KeptRecords:
-    """What was last kept of a stream's rows, without the records themselves."""
-
-    parts: tuple[Reduced, ...]
-    """One for each book, with keys and values of no records; none where rows were kept whole."""
-    each: int
-    """How many records of rows a sample had."""
-    dtype: torch.dtype
-    settled: bool
-    """Whether rows to come are kept in the same way."""
 
 
 class StreamWriter:
@@ -282,7 +269,7 @@ class RowWriter:
             parts = stream.reducer.reduce(keys, values, order, with_reach=new)
         if self.learns:
             waits = stream.reducer is not None and stream.reducer.awaits_bases()
-            stream.kept = _kept(rows.site, parts, keys, values, batch.size, not waits)
+            stream.kept = kept_records(rows.site, parts, keys, values, batch.size, not waits)
         if self.tally is not None:
             self.tally.see(stream.opened.stream, keys, values)
         if parts is None:
@@ -384,26 +371,3 @@ class RowWriter:
         """The optimizer has stepped; what comes belongs to the next step."""
         self.step += 1
         self.unnamed.clear()
-
-
-def _kept(
-    site: Site,
-    parts: Sequence[Reduced] | None,
-    keys: Tensor,
-    values: Tensor,
-    samples: int,
-    settled: bool,
-) -> KeptRecords:
-    """What was kept of the rows of a use, without the records."""
-    each = math.prod(keys.shape[: keys.ndim - site.key_dims]) // samples
-    found = [
-        part._replace(
-            keys=part.keys.new_empty(0, *part.keys.shape[part.keys.ndim - part.key_dims :]),
-            values=part.values.new_empty(
-                0, *part.values.shape[part.values.ndim - part.value_dims :]
-            ),
-            reach=None,
-        )
-        for part in parts or ()
-    ]
-    return KeptRecords(tuple(found), each, values.dtype, settled)

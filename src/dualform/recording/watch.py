@@ -31,7 +31,8 @@ from dualform.recording.automatic import Automatic, RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
 from dualform.recording.calls import CallSource, FunctionCalls
-from dualform.recording.captured import CompiledCalls, find_taps
+from dualform.recording.captured import CompiledCalls
+from dualform.recording.captured_sites import find_taps
 from dualform.recording.guard import BACKWARD, FORWARD, Guard
 from dualform.recording.keep import ROWS, Policy
 from dualform.recording.learning import WAITING, Learning, why_uncompiled
