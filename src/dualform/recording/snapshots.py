@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from dualform.ledger.format import BUFFER, STATE
 from dualform.optimizers import BY_ROW, Rule
 from dualform.recording.plan import Plan, state_tensors
+from dualform.recording.transfer import host_copy
 
 
 class Snapshots:
@@ -41,13 +42,16 @@ class Snapshots:
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters and persistent buffers, each once even where it is shared."""
+    """Copies of all parameters and persistent buffers, each once even where it is shared.
+
+    They are in main memory: on a GPU they would be missed.
+    """
     seen: set[int] = set()
     copies = {}
     for name, tensor in state_tensors(model).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            copies[name] = tensor.detach().clone()
+            copies[name] = host_copy(tensor.detach())
     return copies
 
 
@@ -57,9 +61,7 @@ def memories(optimizer: Optimizer, plan: Plan, rule: Rule) -> dict[str, Tensor]:
     for name, parameter in plan.parameters.items():
         for part, memory in rule.memory(optimizer, parameter).items():
             key = BUFFER if part == rule.buffer else f"{STATE}{part}:"
-            found[key + name] = (
-                memory.detach().to_dense() if memory.is_sparse else memory.detach().clone()
-            )
+            found[key + name] = host_copy(memory.detach().to_dense())
     return found
 
 

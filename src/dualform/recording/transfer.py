@@ -43,3 +43,15 @@ def to_host(array: Tensor) -> Tensor:
         stream.synchronize()
         target[start : start + STAGED_BYTES].copy_(staged)
     return host
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy in main memory, also of what is there already.
+
+    >>> x = torch.ones(2)
+    >>> copy = host_copy(x)
+    >>> x += 1
+    >>> copy
+    tensor([1., 1.])
+    """
+    return to_host(tensor) if tensor.is_cuda else tensor.cpu().clone()
