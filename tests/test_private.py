@@ -19,6 +19,7 @@ from dualform.owners import calls
 HELD: dict[str, Callable[[], Any]] = {
     "torch.UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage(),
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": lambda: torch.compile(nn.Linear(1, 1)),
+    "torch._dynamo.eval_frame.OptimizedModule.dynamo_ctx": lambda: torch.compile(nn.Linear(1, 1)),
     "torch._ops.OpOverload._schema": lambda: torch.ops.aten.relu.default,
     "torch.nn.Module._parameters": lambda: nn.Linear(1, 1),
     "torch.utils.data.DataLoader._iterator": lambda: torch.utils.data.DataLoader([1]),

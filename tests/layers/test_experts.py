@@ -73,7 +73,7 @@ def rows_of(model: nn.Module, loss: Callable[[], Tensor]) -> list[Rows]:
 def summed(rows: list[Rows], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     """The sum of all rows, for each parameter that has some."""
     totals: dict[str, Tensor] = {}
-    for site, keys, values, _ in rows:
+    for site, keys, values, *_ in rows:
         assert values is not None
         x, e = (
             t.detach().flatten(0, -1 - dims) for t, dims in ((keys, site.key_dims), (values, 1))

@@ -144,8 +144,9 @@ class Trial:
         """
         if self._unseen is not None:
             self._unseen = self._unseen.difference(*[sighting.site.terms for sighting in found])
-            if not self._unseen and all(bool(self.twins.lost(out).all()) for out in outputs):
-                self.twins.clear()
+            with outside():
+                if not self._unseen and all(self.twins.lost(out).all() for out in outputs):
+                    self.twins.clear()
 
     def _sight(self, use: Seen, errors: Sequence[Tensor] | None) -> list[Sighting]:
         with torch.no_grad():

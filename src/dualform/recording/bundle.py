@@ -35,6 +35,7 @@ class Bundle:
 
     >>> bundle = Bundle()
     >>> bundle.add(1, BatchSamples(1, 2, None), torch.arange(12.0).reshape(2, 6))
+    48
     >>> [page] = bundle.pages(BundlePlace(slice(2, 6), (2, 2)))
     >>> page.rows([0])[1].tolist()
     [[[[2.0, 3.0], [4.0, 5.0]], [[8.0, 9.0], [10.0, 11.0]]]]
