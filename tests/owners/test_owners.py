@@ -399,6 +399,7 @@ def test_a_head_behind_the_last_layer_takes_no_memory(
     without, within = sizes[0], sizes[len(sizes) // 2]
     assert without > 4 * B * 500 * 8
     assert within < without / 10
+    assert sizes[-1] == 0  # all were let go as soon as nothing could follow the logits
 
 
 def test_layers_behind_what_is_too_large_are_kept_by_step(

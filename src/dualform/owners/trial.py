@@ -144,9 +144,8 @@ class Trial:
         """
         if self._unseen is not None:
             self._unseen = self._unseen.difference(*[sighting.site.terms for sighting in found])
-            with outside():
-                if not self._unseen and all(self.twins.lost(out).all() for out in outputs):
-                    self.twins.clear()
+            if not self._unseen and all(self.twins.is_lost(output) for output in outputs):
+                self.twins.clear()
 
     def _sight(self, use: Seen, errors: Sequence[Tensor] | None) -> list[Sighting]:
         with torch.no_grad():

@@ -153,6 +153,11 @@ class Twins(TorchDispatchMode):  # type: ignore[no-untyped-call]
         gone = set() if piece is None else piece.lost
         return torch.tensor([world in gone for world in range(len(self.alive))])
 
+    def is_lost(self, tensor: Tensor) -> bool:
+        """Whether the tensor may differ in some worlds, and in none is it known how."""
+        piece = self._memories.get(tensor)
+        return piece is not None and bool(piece.lost) and all(copy is None for copy in piece.copies)
+
     def moves(self, tensor: Tensor) -> bool:
         """Whether the data decided where the tensor's elements are."""
         piece = self._memories.get(tensor)

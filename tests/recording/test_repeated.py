@@ -1,0 +1,74 @@
+"""Uses that are reduced as the one before were reduced give the same records."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dualform.layers import Site
+from dualform.ledger import Stream, Term
+from dualform.recording.bases import BookBases
+from dualform.recording.keep import Summaries
+from dualform.recording.reduction import Reducer
+from dualform.recording.repeated import Repeated
+
+SAMPLES, EACH, HEIGHT, WIDTH = 8, 40, 9, 7
+
+
+def reducer() -> Reducer:
+    site = Site("fc.weight", {"fc.weight": Term("outer")})
+    stream = Stream("fc", (WIDTH,), (HEIGHT,))
+    return Reducer(site, stream, Summaries(2, 3), {"fc.weight": (HEIGHT, WIDTH)}, BookBases())
+
+
+def rows(seed: int, each: int = EACH) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [
+        torch.randn(SAMPLES, each, size, generator=generator, dtype=torch.float64)
+        for size in (WIDTH, HEIGHT)
+    ]
+    return made[0], made[1]
+
+
+def test_the_second_use_is_reduced_as_the_first() -> None:
+    repeating, afresh = reducer(), reducer()
+    for use in range(3):
+        x, e = rows(use)
+        order = (SAMPLES, EACH)
+        afresh._last.clear()
+        found, expected = (r.reduce(x, e, order, with_reach=False) for r in (repeating, afresh))
+        assert found is not None
+        assert expected is not None
+        assert torch.allclose(found[0].values, expected[0].values, rtol=1e-12)
+        for field in ("book", "term", "order", "key_dims", "value_dims", "numbers"):
+            assert getattr(found[0], field) == getattr(expected[0], field)
+
+
+def test_other_shapes_and_new_bases_are_looked_at_anew() -> None:
+    own = reducer()
+    own.reduce(*rows(0), (SAMPLES, EACH), with_reach=False)
+    (again,) = own._last
+    x, e = rows(1)
+    assert again.records(x, e, (SAMPLES, EACH), own.bases) is not None
+    assert again.records(*rows(1, EACH + 1), (SAMPLES, EACH + 1), own.bases) is None
+    own.bases.stale.add("fc.weight")
+    assert again.records(x, e, (SAMPLES, EACH), own.bases) is None
+
+
+@pytest.mark.parametrize("together", [2, 8])
+def test_several_rows_at_once_are_the_same(together: int) -> None:
+    """What a GPU does where rows do not begin at multiples of 16 bytes."""
+    own = reducer()
+    own.reduce(*rows(0), (SAMPLES, EACH), with_reach=False)
+    (plain,) = own._last
+    wide = plain._replace(
+        U=torch.block_diag(*[plain.U] * together),
+        V=torch.block_diag(*[plain.V] * together),
+        together=(together, together),
+    )
+    x, e = rows(1)
+    found, expected = (r.records(x, e, (SAMPLES, EACH), own.bases) for r in (wide, plain))
+    assert found is not None
+    assert expected is not None
+    assert torch.allclose(found[0].values, expected[0].values, rtol=1e-12)
+    assert isinstance(wide, Repeated)
