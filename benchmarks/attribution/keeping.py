@@ -43,7 +43,17 @@ POLICIES: dict[str, Keep] = {
         for outputs, inputs in ((32, 256), (16, 128), (8, 64))
         for offsets, said in (("sums", ""), ("steps", ", offsets by step"))
     },
+    "16 × 128, head 512 × 16": {"head": summaries(512, 16), "*": summaries(16, 128)},
+    "convolutions 8 × 64, others 16 × 128, offsets by step": {
+        "[0-3]": summaries(8, 64, offsets="steps"),
+        "*": summaries(16, 128, offsets="steps"),
+    },
 }
+ONLY = {
+    "16 × 128, head 512 × 16": ("text",),
+    "convolutions 8 × 64, others 16 × 128, offsets by step": ("cnn", "cnn-adamw"),
+}
+"""Policies that name layers are for the tasks that have them."""
 PARTS = ("entries", "offsets", "bases", "residuals", "changes", "divisors", "accounts", "weights")
 """What a run consists of, beside small columns and logs: `rest`."""
 SUFFIXES = {
@@ -160,7 +170,8 @@ def share_of_exact(
 
 def lines(task: Task, options: argparse.Namespace) -> list[dict[str, Any]]:
     """What is known of each policy of a task."""
-    found = {policy: measured(task, policy, options.runs) for policy in options.policies}
+    chosen = [policy for policy in options.policies if task.name in ONLY.get(policy, TASKS)]
+    found = {policy: measured(task, policy, options.runs) for policy in chosen}
     if not (options.truth / task.name / "report" / "truth.npz").exists():
         print(f"{task.name}: no ground truth in {options.truth}, so no LDS")
         return []
@@ -219,8 +230,7 @@ def draw(results: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
         axes.plot(x, y, color=f"C{color}", lw=1, alpha=0.6, label=task)
         for row, at, height in zip(ordered, x, y, strict=True):
             axes.plot(at, height, markers[row["keep"]], color=f"C{color}", ms=6)
-    shown = [row["keep"] for row in next(iter(results.values()))]
-    for policy in shown:
+    for policy in dict.fromkeys(row["keep"] for rows in results.values() for row in rows):
         axes.plot([], [], markers[policy], color="gray", label=policy)
     axes.set(xscale="log", xlabel="bytes of the run / bytes with all rows")
     axes.set_ylabel("LDS / LDS with all rows")
