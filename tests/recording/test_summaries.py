@@ -264,6 +264,12 @@ def test_accounts_are_kept_of_few_steps(tmp_path: Path, monkeypatch: pytest.Monk
     assert 3 < len(kept) <= 100 // ACCOUNTED + 5
 
 
+def test_layers_without_rows_are_revisited_without_queries(tmp_path: Path) -> None:
+    train(tmp_path / "run", "tied", "momentum", summaries(3, 5))
+    seen = opened(tmp_path / "run").revisit([1, 2])
+    assert len(seen["embed"].total) == 0
+
+
 def test_what_summaries_cannot_answer_is_refused_in_words(tmp_path: Path) -> None:
     net, data = train(tmp_path / "run", "tokens", "momentum", summaries(3, 8))
     run = opened(tmp_path / "run")

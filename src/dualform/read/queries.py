@@ -238,6 +238,8 @@ def last_seen(
             for at in range(len(keys))
         ]
         terms = ledger.info.terms_of(stream.name)
+        if not all(form_named(term.form).has_sides for term in terms.values()):
+            inputs = inputs.long()  # places in a table, also where none were kept
         outputs = layer_output(stream, terms, weights, inputs)
         nothing = Unrecorded.nothing(*outputs.shape)  # as far as the run knows
         complete = any(form_named(term.form).needs_keys for term in terms.values())
