@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dualform.ledger.codecs import CODECS
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")]
 BLOCKS = [
@@ -21,7 +23,12 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(block, "<document>", "exec"), {"__name__": "document"})
+    codecs = dict(CODECS)
+    try:
+        exec(compile(block, "<document>", "exec"), {"__name__": "document"})
+    finally:
+        for added in CODECS.keys() - codecs.keys():  # a page shows how to add one
+            del CODECS[added]
 
 
 def test_links_lead_somewhere() -> None:
