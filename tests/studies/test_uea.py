@@ -16,7 +16,9 @@ from click.testing import CliRunner
 from dualform.cli import cli
 from dualform.errors import ReadingError, RetrainingError
 from dualform.studies import uea
-from dualform.studies.series import Series, data_folder, load
+from dualform.studies.data import data_folder
+from dualform.studies.estimate import estimate
+from dualform.studies.series import Series, load
 
 SMALL = uea.Setting(width=16, heads=8, hidden=16, epochs=12, rate=5e-3, batch=8)
 
@@ -107,9 +109,9 @@ def test_split_is_by_class_and_by_seed() -> None:
 
 
 def test_intervals() -> None:
-    assert uea.interval([0.5] * 5) == 0
-    assert math.isnan(uea.interval([0.5]))
-    assert uea.interval([0.0, 1.0] * 50) == pytest.approx(0.0999, abs=2e-3)
+    assert estimate([0.5] * 5).interval == 0
+    assert math.isnan(estimate([0.5]).interval)
+    assert estimate([0.0, 1.0] * 50).interval == pytest.approx(0.0999, abs=2e-3)
 
 
 def test_from_the_shell(data: Path, tmp_path: Path) -> None:

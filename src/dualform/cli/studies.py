@@ -2,13 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
 
 from dualform.cli.options import as_json, print_json, print_results
+
+if TYPE_CHECKING:
+    from dualform.studies.report import Report
+
+SIZES = ("small", "paper")
+
+
+def study_options(verb: str, needs_data: bool = True) -> Callable[[Any], Any]:
+    """What studies are given: where data are, where results go, what size, how many seeds."""
+    options = [
+        click.option("--setting", type=click.Choice(SIZES), default="small", show_default=True),
+        click.option("--seeds", type=click.IntRange(1), help="Default: the setting's."),
+        click.option("--device", default="cpu", show_default=True),
+        click.option(
+            "--out",
+            type=click.Path(path_type=Path),
+            default=Path("runs") / verb,
+            show_default=True,
+            help="Results and runs; an interrupted study goes on there.",
+        ),
+        as_json,
+    ]
+    if needs_data:
+        options.append(
+            click.option("--data", type=click.Path(path_type=Path), help="Default: $DUALFORM_DATA.")
+        )
+
+    def decorated(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorated
+
+
+def show_report(report: Report, out: Path, as_json: bool) -> None:
+    """Saves what a study found, and prints it."""
+    paths = report.save(out)
+    print_json(report.to_dict()) if as_json else print_results(report)
+    if not as_json:
+        click.echo(f"Wrote {', '.join(map(str, paths))}")
 
 
 @click.group()
@@ -32,7 +74,7 @@ def study() -> None:
 def uea(data: Path | None, out: Path | None, as_json: bool, **chosen: Any) -> None:
     """Test accuracy of each attention layer on time series."""
     from dualform.studies import uea
-    from dualform.studies.series import data_folder
+    from dualform.studies.data import data_folder
 
     results = uea.study(data_folder(data), console=Console(quiet=as_json), **chosen)
     if out is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +12,14 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dualform.errors import EvaluationError, RetrainingError
 from dualform.evaluate.truth import GroundTruth
+from dualform.evaluate.work_folder import check_settings, work_progress, write_whole
 from dualform.evaluate.workers import Job, Task, train_all
 from dualform.read.scores import Array
 
-SETTINGS, QUERIES, TRUTH = "settings.json", "queries.txt", "truth.npz"
+QUERIES, TRUTH = "queries.txt", "truth.npz"
 PLAIN = (str, int, float, bool, Path, type(None))
 
 
@@ -85,7 +83,7 @@ class Retraining:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(folder / "lock", timeout=0):
-                self._agree(folder)
+                check_settings(folder, self._settings, "trainings")
                 self._train(folder)
                 truth = GroundTruth(self.members, self._runs(folder))
                 truth.save(folder / TRUTH)
@@ -105,25 +103,10 @@ class Retraining:
         shared = {name: getattr(self, name) for name in ("samples", "fraction", "seed")}
         return {"task": describe(self.task), **shared}
 
-    def _agree(self, folder: Path) -> None:
-        """Makes sure that what is in the folder was made with these settings."""
-        path, now = folder / SETTINGS, self._settings
-        if not path.exists():
-            _write(path, json.dumps(now, indent=1).encode())
-            return
-        before = json.loads(path.read_text(encoding="utf-8"))
-        differing = [name for name in now if now[name] != before.get(name)]
-        if differing:
-            changes = ", ".join(f"{n}={now[n]!r} (there {before.get(n)!r})" for n in differing)
-            raise EvaluationError(
-                f"'{folder}' has trainings with other settings: {changes}; use another folder, or "
-                "the settings it was begun with."
-            )
-
     def _train(self, folder: Path) -> None:
         missing = self._missing(folder)
         total = self.subsets * self.seeds
-        with _progress() as progress:
+        with work_progress() as progress:
             bar = progress.add_task("retraining", completed=total - len(missing), total=total)
 
             def done(job: Job, outputs: Array) -> None:
@@ -182,7 +165,7 @@ def _keep(folder: Path, name: str, outputs: Array) -> None:
     """Keeps the outputs of a training, if they are as many as those of the others."""
     path, queries = folder / QUERIES, str(len(outputs))
     if not path.exists():
-        _write(path, queries.encode())
+        write_whole(path, queries.encode())
     elif path.read_text() != queries:
         raise RetrainingError(
             f"{name}: the task returned {queries} numbers, and {path.read_text()} before; it must "
@@ -190,27 +173,4 @@ def _keep(folder: Path, name: str, outputs: Array) -> None:
         )
     data = io.BytesIO()
     np.save(data, outputs)
-    _write(_file(folder, name), data.getvalue())
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a small file so that it is either wholly there after a crash, or not at all."""
-    draft = path.with_name(path.name + ".draft")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        speed_estimate_period=float("inf"),  # trainings may be minutes apart
-        disable=not (console.is_terminal or console.is_jupyter),
-    )
+    write_whole(_file(folder, name), data.getvalue())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dualform.errors import ReadingError
+from dualform.studies.data import read_packed
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Series:
 def load(data: Path, name: str) -> tuple[Series, Series]:
     """The training and test parts of a set, standardized by the training part's statistics."""
     folder = data / "uea" / name if (data / "uea").is_dir() else data / name
-    texts = [_text(folder, f"{name}_{part}.ts") for part in ("TRAIN", "TEST")]
+    texts = [read_packed(folder, f"{name}_{part}.ts").decode() for part in ("TRAIN", "TEST")]
     rows = [_parse(text) for text in texts]
     classes = tuple(sorted({label for _, label in rows[0]}))
     length = max(len(x) for part in rows for x, _ in part)
@@ -49,22 +47,6 @@ def load(data: Path, name: str) -> tuple[Series, Series]:
     )
     first, second = parts
     return first, second
-
-
-def data_folder(given: Path | None) -> Path:
-    """The folder of `--data`, or of the environment variable DUALFORM_DATA."""
-    named = given or os.environ.get("DUALFORM_DATA")
-    if not named:
-        raise ReadingError("say where the data are: --data DIR, or DUALFORM_DATA=DIR.")
-    return Path(named)
-
-
-def _text(folder: Path, name: str) -> str:
-    for path in (folder / name, folder / f"{name}.gz"):
-        if path.exists():
-            raw = path.read_bytes()
-            return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8")
-    raise ReadingError(f"'{folder}' has neither {name} nor {name}.gz; is --data right?")
 
 
 def _parse(text: str) -> list[tuple[Tensor, str]]:

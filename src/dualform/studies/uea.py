@@ -30,6 +30,7 @@ from dualform.attention import Inspection, MultiheadAttention, kind
 from dualform.errors import ReadingError
 from dualform.evaluate.workers import Ids, Job, train_all
 from dualform.read.scores import Array
+from dualform.studies.estimate import estimate
 from dualform.studies.series import Series, load
 
 DATASETS = ("JapaneseVowels", "Handwriting", "UWaveGestureLibrary", "BasicMotions")
@@ -311,7 +312,7 @@ def summary(results: list[Result]) -> list[dict[str, Any]]:
                 "kind": kind_name,
                 "seeds": len(runs),
                 "accuracy": 100 * statistics.mean(r.accuracy for r in runs),
-                "interval": 100 * interval([r.accuracy for r in runs]),
+                "interval": estimate([r.accuracy for r in runs], scale=100).interval,
                 "distance": statistics.mean(r.distance for r in runs),
                 "mflops": first.flops / 1e6,
                 "kept_mb": first.kept_bytes / 1e6,
@@ -319,20 +320,6 @@ def summary(results: list[Result]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def interval(values: list[float]) -> float:
-    """Half the width of the 95 % interval of a mean, by Student's t.
-
-    >>> round(interval([1.0, 2.0, 3.0, 4.0, 5.0]), 3)
-    1.963
-    """
-    n = len(values)
-    if n < 2:
-        return math.nan
-    quantiles = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-    t = quantiles[n - 2] if n - 2 < len(quantiles) else 1.96 + 2.4 / (n - 1)
-    return t * statistics.stdev(values) / math.sqrt(n)
 
 
 def table(results: list[Result]) -> Table:

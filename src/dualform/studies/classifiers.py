@@ -1,0 +1,88 @@
+"""The classifier of the dual-form paper's studies, and how it is trained and recorded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dualform.recording import record
+from dualform.recording.keep import Keep
+from dualform.studies.data import Images
+
+
+@dataclass(frozen=True)
+class Training:
+    """A network of linear layers and ReLU, and the SGD that trains it; as the paper has them."""
+
+    widths: tuple[int, ...] = (784, 800, 800, 10)
+    steps: int = 5000
+    batch: int = 128
+    rate: float = 3e-3
+    momentum: float = 0.9
+    clip: float = 1.0
+
+    def make_model(self) -> nn.Sequential:
+        """The network, with weights drawn at random.
+
+        >>> Training(widths=(4, 3, 2)).make_model()
+        Sequential(
+          (0): Linear(in_features=4, out_features=3, bias=True)
+          (1): ReLU()
+          (2): Linear(in_features=3, out_features=2, bias=True)
+        )
+        """
+        layers: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise(self.widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+
+
+def shuffled(ids: Tensor, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Batches of some samples without end: all of them in a new order, epoch after epoch.
+
+    >>> batches = shuffled(torch.arange(4), 2, torch.Generator().manual_seed(0))
+    >>> sorted(torch.cat([next(batches), next(batches)]).tolist())
+    [0, 1, 2, 3]
+    """
+    while True:
+        order = ids[torch.randperm(len(ids), generator=generator)]
+        yield from torch.split(order, batch)
+
+
+def train(
+    images: Images,
+    batches: Iterable[Tensor],
+    training: Training,
+    seed: int,
+    path: Path | None = None,
+    keep: Keep = "rows",
+    device: str = "cpu",
+) -> nn.Sequential:
+    """Trains on as many batches of samples as the training has steps; records them at a path."""
+    torch.manual_seed(seed)
+    model = training.make_model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=training.rate, momentum=training.momentum)
+    x, y = images.inputs().to(device), images.y.to(device)
+
+    def step(ids: Tensor) -> None:
+        torch.autograd.backward(cross_entropy(model(x[ids]), y[ids]))
+        nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    steps = itertools.islice(batches, training.steps)
+    if path is None:
+        for ids in steps:
+            step(ids)
+        return model
+    with record(model, optimizer, path, dataset=images, keep=keep, overwrite=True) as recorder:
+        for ids in steps:
+            recorder.samples(ids)
+            step(ids)
+    return model
