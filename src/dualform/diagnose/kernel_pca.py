@@ -5,7 +5,7 @@ Let the features be such that `φ(x)·φ(y) = k(x, y) / (g(x) g(y))`, with `k(x,
 features is softmax attention with the values `v_j(d) = (a_jd − mean_j a_jd) / g(k_j)`. Here
 `a_d = e_d / √λ_d`, and `(λ_d, e_d)` are eigenpairs of the keys' centered Gram matrix (Teo and
 Nguyen, *Unveiling the Hidden Structure of Self-Attention via Kernel Principal Component Analysis*,
-NeurIPS 2024). Whether trained values are such is a question, which `audit_values` answers for a head.
+NeurIPS 2024). Whether trained values are such is a question: `audit_values` answers it for a head.
 
 Exponentials of keys are never formed: all of it is computed from logarithms, in float64.
 """
