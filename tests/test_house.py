@@ -24,6 +24,7 @@ EVERYTHING = {
     "recording",
     "read",
     "attention",
+    "diagnose",
     "explore",
     "evaluate",
     "testing",
@@ -52,6 +53,7 @@ MAY_IMPORT = {
     "read": {"memory", "layers", "optimizers", "owners", "ledger"},
     "compaction": {"memory", "layers", "optimizers", "ledger", "recording", "read"},
     "attention": {"memory", "families"},
+    "diagnose": {"memory", "attention", "read"},
     "integrations": {"recording"},
     "explore": {"read", "ledger"},
     "evaluate": {"read"},
@@ -115,7 +117,7 @@ def public_names() -> list[tuple[str, object]]:
     """What the front door and the parts' own front doors offer."""
     parts = ["", ".errors", ".memory", ".ledger", ".recording", ".read", ".explore", ".testing"]
     parts += [".compaction", ".integrations", ".evaluate", ".attention", ".attention.transformers"]
-    parts += [".families", ".families.layers", ".families.fixed_points"]
+    parts += [".families", ".families.layers", ".families.fixed_points", ".diagnose"]
     found: dict[int, tuple[str, object]] = {}
     for part in parts:
         module = importlib.import_module(f"dualform{part}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dualform import attention as attention
     from dualform import compaction as compaction
+    from dualform import diagnose as diagnose
     from dualform import evaluate as evaluate
     from dualform import families as families
     from dualform import studies as studies
@@ -68,7 +69,7 @@ __all__ = [
     "view",
 ]
 
-PARTS = ("attention", "compaction", "evaluate", "families", "studies", "testing")
+PARTS = ("attention", "compaction", "diagnose", "evaluate", "families", "studies", "testing")
 HOMES = {
     "compaction": ("Compaction", "compact"),
     "errors": ("DualformError", "DualformWarning"),

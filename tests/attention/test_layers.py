@@ -318,7 +318,7 @@ WRONG = {
     "unknown kind": (
         lambda: attention.kind("sparse"),
         "kind='sparse' is unknown; choose one of softmax, linear, local, batch_norm, "
-        "scaled_heads, batch_norm_scaled_heads, entmax, ridge.",
+        "scaled_heads, batch_norm_scaled_heads, entmax, ridge, hyper.",
     ),
     "unknown option": (
         lambda: attention.kind("local", windows=3),

@@ -18,6 +18,7 @@ from dualform.attention.batch_norm import batch_norm
 from dualform.attention.cache import Cache
 from dualform.attention.derived import Derived
 from dualform.attention.entmax import entmax
+from dualform.attention.hyper import hyper, latent_codes
 from dualform.attention.inspection import Inspection, Support, inspect
 from dualform.attention.kinds import kind, register_kind, with_weights
 from dualform.attention.linear import linear
@@ -51,8 +52,10 @@ __all__ = [
     "batch_norm",
     "batch_norm_scaled_heads",
     "entmax",
+    "hyper",
     "inspect",
     "kind",
+    "latent_codes",
     "linear",
     "local",
     "memory",

@@ -105,7 +105,7 @@ def inspect(layer: nn.MultiheadAttention, x: Tensor, context: Tensor | None = No
     >>> seen.support(C=100.0)[0].C
     100.0
     """
-    module = _ours(layer).double().eval()
+    module = as_ours(layer).double().eval()
     if module.kind not in REGRESSIONS and not isinstance(module.layer.func, Derived):
         raise AttentionError(
             f"kind={described(module.kind)} is not known as a regression; inspect takes a Primal "
@@ -121,7 +121,8 @@ def inspect(layer: nn.MultiheadAttention, x: Tensor, context: Tensor | None = No
     return Inspection(tuple(a for a, _ in duals), outputs, tuple(size for _, size in duals))
 
 
-def _ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
+def as_ours(layer: nn.MultiheadAttention) -> MultiheadAttention:
+    """A copy of a layer, as our module: torch's has the same weights."""
     if layer.bias_k is not None or layer.add_zero_attn:
         raise AttentionError(
             "add_bias_kv and add_zero_attn add keys that no token has, and a regression has data "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dualform.attention.batch_norm import batch_norm
 from dualform.attention.derived import Derived
 from dualform.attention.entmax import entmax
+from dualform.attention.hyper import hyper, latent_codes
 from dualform.attention.linear import linear
 from dualform.attention.local import local
 from dualform.attention.primal import Primal
@@ -49,6 +50,8 @@ class Kind:
     """Whether a model's own scale of logits is meant for it."""
     averages: bool = True
     """Whether the weights of a query sum to 1."""
+    codes: Layer | None = None
+    """Of a layer that is not linear in its values: a function of q and k in place of weights."""
 
 
 KINDS: dict[str, Kind] = {
@@ -60,6 +63,7 @@ KINDS: dict[str, Kind] = {
     "batch_norm_scaled_heads": Kind(batch_norm_scaled_heads, has_positions=True, pools=True),
     "entmax": Kind(entmax),
     "ridge": Kind(ridge, is_causal=False, averages=False),
+    "hyper": Kind(hyper, averages=False, codes=latent_codes),
 }
 """Every kind that has a name."""
 OF_A_CALL = ("q", "k", "v", "attn_mask", "is_causal", "offset", "dropout_p")
@@ -186,15 +190,32 @@ def with_weights(
 ) -> tuple[Tensor, Tensor]:
     """y and the weights with y = weights @ v, (…, heads, L, S), whatever the layer.
 
-    Layers are linear in their values, so the weights are what they make of unit values.
+    Layers are linear in their values, so the weights are what they make of unit values. Of a layer
+    that is not linear, as "hyper" is, the scores of each pair stand in place of weights.
 
     >>> q, k, v = torch.randn(3, 2, 5, 8).unbind()
     >>> y, weights = with_weights(kind("scaled_heads", factors=(1, 2)), q, k, v)
     >>> torch.allclose(weights @ v, y, atol=1e-6), weights.shape
     (True, torch.Size([2, 5, 5]))
     """
+    codes = codes_of(layer)
+    if codes is not None:
+        own = layer.keywords if isinstance(layer, partial) else {}
+        asked = {**own, **options}
+        known = signature(codes).parameters
+        return layer(q, k, v, **options), codes(q, k, **{n: asked[n] for n in asked if n in known})
     y = layer(q, k, with_unit_values(v), **options)
     return y[..., : v.shape[-1]], y[..., v.shape[-1] :]
+
+
+def codes_of(layer: Layer) -> Layer | None:
+    """What stands in place of weights, for a layer that is not linear in its values; else None.
+
+    >>> codes_of(kind("hyper")) is latent_codes, codes_of(kind("softmax"))
+    (True, None)
+    """
+    plain = layer.func if isinstance(layer, partial) else layer
+    return next((one.codes for one in KINDS.values() if one.layer is plain), None)
 
 
 def with_unit_values(v: Tensor) -> Tensor:

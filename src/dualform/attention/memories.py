@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.attention.kinds import Layer, options_of, record_of, with_weights
+from dualform.attention.kinds import Layer, described, options_of, record_of, with_weights
 from dualform.attention.kinds import kind as kind_of
 from dualform.attention.linear import ELU_PLUS_ONE
 from dualform.attention.primal import Primal
+from dualform.errors import AttentionError
 from dualform.memory import EluPlusOne, Exponential, FeatureMap, Kernel, Memory
 
 
@@ -77,6 +78,11 @@ def memory(kind: str | Primal | Layer, k: Tensor, v: Tensor, **options: Any) -> 
 
 def _kernel(kind: str | Primal | Layer, options: dict[str, Any]) -> Kernel:
     options_of(kind, options)
+    if record_of(kind).codes is not None:
+        raise AttentionError(
+            f"kind={described(kind)} is not linear in its values, so that no kernel of queries and "
+            "keys is it; a memory can be any other kind."
+        )
     if kind == "softmax" and not options.keys() - {"scale"}:
         return Exponential(options.get("scale"))
     if kind == "linear" and not options.keys() - {"features", "normalized"}:

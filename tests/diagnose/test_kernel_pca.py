@@ -1,0 +1,109 @@
+"""Kernel principal components of attention: against plain features, in any range of keys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dualform import attention
+from dualform.diagnose import audit_layer, audit_values, kernel_pca, kpca_values
+from dualform.errors import AttentionError
+
+
+def plain_gram(x: Tensor, k: Tensor, scale: float) -> Tensor:
+    """`k(x, k_j) / (g(x) g(k_j))`, as it is written."""
+    K, own = torch.exp(scale * x @ k.T), torch.exp(scale * k @ k.T)
+    return K / (K.sum(1, keepdim=True) * own.sum(1))
+
+
+@given(st.integers(0, 10_000), st.sampled_from([None, 0.3, 1.0]))
+def test_attention_with_these_values_is_the_projection(seed: int, scale: float | None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    q, k = torch.randn(2, 12, 4, generator=generator, dtype=torch.float64).unbind()
+    factor = 0.5 if scale is None else scale
+    G = plain_gram(k, k, factor)
+    center = torch.eye(12, dtype=torch.float64) - 1 / 12
+    eigenvalues, vectors = torch.linalg.eigh(center @ G @ center)
+    a = vectors.flip(1)[:, :3] / eigenvalues.flip(0)[:3].sqrt()
+    expected = plain_gram(q, k, factor) @ (a - a.mean(0))
+    found = torch.softmax(factor * q @ k.T, -1) @ kpca_values(k, 3, scale)
+    sign = (found * expected).sum(0).sign()
+    torch.testing.assert_close(found * sign, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_a_projection_is_never_longer_than_what_it_projects() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 20, 5, generator=generator, dtype=torch.float64).unbind()
+    shares = []
+    for count in (1, 5, 10, 19):
+        found = audit_values(q, k, kpca_values(k, count))
+        assert found.cosine == pytest.approx(1)
+        assert found.cka == pytest.approx(1)
+        assert found.gamma_spread < 1e-6
+        shares.append(found.projected)
+    assert shares == sorted(shares)
+    assert shares[-1] <= 1
+
+
+def test_axes_are_those_of_the_projection_of_the_keys_themselves() -> None:
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(15, 4, generator=generator, dtype=torch.float64)
+    found = kernel_pca(k, 4)
+    projected = found.gram @ found.duals
+    torch.testing.assert_close(
+        projected.T @ projected, torch.diag(found.eigenvalues), rtol=1e-8, atol=1e-12
+    )
+    torch.testing.assert_close(
+        found.duals.T @ projected, torch.eye(4).double(), rtol=1e-8, atol=1e-10
+    )
+
+
+def test_long_keys_do_not_overflow() -> None:
+    k = 40 * torch.nn.functional.normalize(
+        torch.randn(10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=1
+    )
+    assert math.isinf(float(torch.exp(k @ k.T).sum()))
+    found = kernel_pca(k, 3)
+    assert found.values.isfinite().all()
+    assert math.isfinite(found.log_scale)
+    assert audit_values(k, k, found.values).cosine == pytest.approx(1)
+
+
+def test_shuffled_values_are_no_principal_components() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 60, 8, generator=generator).unbind()
+    found = audit_values(q, k, kpca_values(k, 4))
+    assert found.null is not None
+    assert found.null.cosine < 0.5 < found.cosine
+    assert found.null.gamma_spread > 0.5
+    other = audit_values(q, k, torch.randn(60, 4, generator=generator))
+    assert "no kernel principal components" in other.finding
+    assert "about as shuffled values have" in other.finding
+    assert "kernel PCA has" in repr(other)
+
+
+def test_every_head_of_a_layer_is_audited() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.MultiheadAttention(12, 3), torch.randn(20, 2, 12)
+    heads = audit_layer(layer, x, sample=1)
+    ours = attention.MultiheadAttention(12, 3)
+    ours.load_state_dict(layer.state_dict())
+    assert [head.cosine for head in heads] == [h.cosine for h in audit_layer(ours, x, sample=1)]
+    assert len(heads) == 3
+
+
+def test_bad_shapes_are_refused() -> None:
+    x = torch.randn(6, 3)
+    with pytest.raises(
+        AttentionError, match=r"keys have shape \(1, 6, 3\); give those of one head"
+    ):
+        kernel_pca(x[None], 2)
+    with pytest.raises(AttentionError, match="count=6: the features of these 6 keys have 5 "):
+        kernel_pca(x, 6)
+    with pytest.raises(AttentionError, match="each key has a value"):
+        audit_values(x, x, x[:5])
