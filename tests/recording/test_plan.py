@@ -30,6 +30,7 @@ STORING = [policy for policy in policies() if policy != "auto"]
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here depends on how steady the seconds are."""
     monkeypatch.setattr(turns, "SECONDS", 0.0)
+    monkeypatch.setattr(turns, "LEAST", 16)
     monkeypatch.setattr(turns, "TURNS", 2)
     monkeypatch.setattr(turns, "FEWEST", 2)
 

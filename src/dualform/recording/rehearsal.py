@@ -35,8 +35,8 @@ from dualform.recording.turns import StepTimes, time_in_turns
 
 BUFFER_BYTES = 128 << 20
 """What `record` collects before it writes a file, unless it is told otherwise."""
-EARLY_CHECKS = EVERY.bit_length()
-"""So many spot checks come with a run's first steps."""
+EARLY_CHECKS = EVERY.bit_length() - 1
+"""So many spot checks come in a run's first steps: 2, 4, 8 … Step 1 is measured with its own."""
 IN_FLIGHT = 3
 """So many hand-overs may be in memory: one that fills, one that waits, one that is written."""
 BASES = ("outputs", "inputs")

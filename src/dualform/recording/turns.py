@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from dualform.recording.spot_checks import EVERY
 from dualform.recording.step_recorder import StepRecorder
 
-SECONDS, LEAST, MOST = 0.2, 16, 400
+SECONDS, LEAST, MOST = 0.2, 32, 400
 """The recorded steps of a turn take about so long, and are at least and at most so many."""
-SLOW = 0.05
+SLOW = 0.2
 """Steps that take longer may be fewer."""
 TURNS, FEWEST = 5, 3
 """So many turns are made; fewer where one takes longer than `LONG`."""
