@@ -1,4 +1,8 @@
-"""A training step with recording against one without: `python -m benchmarks.recording`."""
+"""A training step with recording against one without: `python -m benchmarks.recording`.
+
+`--keep` takes policies: `rows`, `summaries`, `summaries:8,64,int8,steps`. On a busy machine,
+`OMP_NUM_THREADS=1` and `--processor` count processor seconds, with all that it takes to write.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import argparse
 import itertools
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +20,7 @@ from torch import nn
 
 import dualform
 from benchmarks.timing import Comparison, compare
+from dualform.recording.keep import Keep
 
 MODELS = {"64-128-10": (64, 128, 10), "784-800-800-10": (784, 800, 800, 10)}
 
@@ -43,7 +49,14 @@ def make_step(widths: tuple[int, ...], batch: int, device: str) -> tuple[Callabl
 
 
 def overhead(
-    widths: tuple[int, ...], batch: int, device: str, steps: int, turns: int, folder: str | None
+    widths: tuple[int, ...],
+    batch: int,
+    device: str,
+    steps: int,
+    turns: int,
+    folder: str | None,
+    keep: Keep = "auto",
+    processor: bool = False,
 ) -> tuple[Comparison, int, float]:
     """Interleaves two identical trainings, one recorded: the ratio, bytes a step, remainder."""
     plain, *_ = make_step(widths, batch, device)
@@ -60,17 +73,20 @@ def overhead(
             plain()
         sync()
 
-    with dualform.record(model, optimizer, path) as recorder:
+    with dualform.record(model, optimizer, path, keep=keep) as recorder:
 
         def run_recorded() -> None:
             for _ in range(steps):
                 recorder.samples(ids)
                 recorded()
             sync()
+            if processor:
+                recorder.checkpoint()
 
         run_plain()
         run_recorded()
-        result = compare(run_recorded, run_plain, turns)
+        clock = time.process_time if processor else time.perf_counter
+        result = compare(run_recorded, run_plain, turns, clock)
         total = recorder.step
     run = dualform.open(path, device)
     size, remainder = run.nbytes // total, run.audit().remainder
@@ -78,24 +94,42 @@ def overhead(
     return result, size, remainder
 
 
+def policy(given: str) -> Keep:
+    """What `--keep` says.
+
+    >>> policy("rows"), policy("summaries:8,64,int8,steps")
+    ('rows', Summaries(outputs=8, inputs=64, numbers='int8', offsets='steps'))
+    """
+    name, _, sizes = given.partition(":")
+    if not sizes:
+        return name
+    outputs, inputs, *rest = sizes.split(",")
+    return dualform.summaries(int(outputs), int(inputs), *rest)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=[64])
+    parser.add_argument("--keep", nargs="+", default=["auto"], help="policies, each by itself")
     parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--steps", type=int, help="how many make a turn")
+    parser.add_argument("--processor", action="store_true", help="count processor seconds")
     parser.add_argument("--folder", default=None, help="where the runs are written")
     options = parser.parse_args()
-    for name, widths in MODELS.items():
-        for batch in options.batches:
-            steps = 300 if options.device != "cpu" or widths[0] < 100 else 12
-            result, size, remainder = overhead(
-                widths, batch, options.device, steps, options.turns, options.folder
-            )
-            print(
-                f"{name}, batch {batch}: step × {result}, {result.reference / steps * 1e6:,.0f} µs "
-                f"without, {size / 1e3:,.0f} kB a step, remainder {remainder:.1e}",
-                flush=True,
-            )
+    for name, batch, keep in itertools.product(options.models, options.batches, options.keep):
+        widths = MODELS[name]
+        usual = 300 if options.device != "cpu" or widths[0] < 100 else 12
+        steps = options.steps or usual
+        where = (options.device, steps, options.turns, options.folder)
+        result, size, remainder = overhead(widths, batch, *where, policy(keep), options.processor)
+        print(
+            f"{name}, batch {batch}, {keep}: step × {result}, "
+            f"{result.reference / steps * 1e6:,.0f} µs without, {size / 1e3:,.0f} kB a step, "
+            f"remainder {remainder:.1e}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

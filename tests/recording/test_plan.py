@@ -18,12 +18,21 @@ from torch.optim import SGD, AdamW
 import dualform
 from dualform.errors import LedgerError, RecordingError, RecordingWarning
 from dualform.ledger import Ledger
-from dualform.recording import planning
+from dualform.recording import planning, turns
 from dualform.recording.automatic import CHEAP, Automatic
 from dualform.recording.keep import NOT_RECORDED, policies
 
 STEPS = 40
 STORING = [policy for policy in policies() if policy != "auto"]
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here depends on how steady the seconds are."""
+    monkeypatch.setattr(turns, "SECONDS", 0.0)
+    monkeypatch.setattr(turns, "LEAST", 16)
+    monkeypatch.setattr(turns, "TURNS", 2)
+    monkeypatch.setattr(turns, "FEWEST", 2)
 
 
 class Words(nn.Module):
@@ -91,7 +100,10 @@ def test_bytes_are_those_of_the_run(name: str, kind: str, tmp_path: Path) -> Non
         real = sum(file.stat().st_size for file in files)
         assert costs.bytes == pytest.approx(real, rel=0.1), policy
         assert costs.seconds is not None
-        assert costs.seconds > 0
+        assert costs.ratio is not None
+        assert costs.seconds == pytest.approx(costs.ratio * found.plain_seconds)
+        assert costs.seconds_once is not None
+        assert min(costs.seconds, costs.seconds_once) > 0
         assert (costs.rows == 0) == (policy == "steps")
 
 
@@ -183,7 +195,7 @@ def test_rows_that_are_too_large_to_try_are_computed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(planning, "TRIED", 0)
     computed = dualform.plan(model, x, optimizer=SGD(model.parameters(), lr=0.1)).policies
     for policy in ("rows", "half", "int8"):
-        assert computed[policy].seconds is None
+        assert computed[policy].seconds is computed[policy].ratio is None
         near = pytest.approx(tried[policy].bytes_a_step, rel=0.1)
         assert computed[policy].bytes_a_step == near, policy
 
@@ -281,3 +293,30 @@ def test_summaries_that_are_larger_than_some_weights_only_are_fine(tmp_path: Pat
     optimizer = SGD(model.parameters(), lr=0.1)
     train(model, optimizer, lambda: torch.randn(64, 40), tmp_path / "run", keep=keep, steps=4)
     assert not dualform.open(tmp_path / "run").audit().beyond_rounding
+
+
+def test_a_ratio_is_that_of_turns_and_spot_checks_come_as_seldom_as_later(tmp_path: Path) -> None:
+    """By a clock that the steps themselves turn: what is recorded takes thrice as long."""
+    clock = 0.0
+    model = nn.Linear(3, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def plain() -> None:
+        nonlocal clock
+        clock += 1.0
+
+    def recorded() -> None:
+        nonlocal clock
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        clock += 3.0 + 128.0 * steps.stages.spot_checks.has_checked
+
+    with dualform.record(model, optimizer, tmp_path / "run") as recorder:
+        steps = recorder._require_recording()
+        recorded()
+        found = turns.time_in_turns(steps, recorded, plain, lambda: clock)
+    assert found.plain == 1.0
+    assert found.spot_check == 128.0
+    assert found.ratio == pytest.approx(4.0)
+    assert found.seconds == pytest.approx(4.0)

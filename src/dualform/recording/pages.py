@@ -11,7 +11,8 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -216,6 +217,14 @@ class StreamRows:
     """(segments, height × width): the matrix that a segment's rows share, where they do."""
     reach: Tensor | None = None
     """(segments, numbers): the sizes of what each segment's records summarize, added up."""
+    known: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    """Probes that were computed of these records, and will be asked for again."""
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """(records,): the length of each record's values."""
+        found: Tensor = torch.linalg.vector_norm(self.values, dim=1)
+        return found
 
     @property
     def at(self) -> Tensor:

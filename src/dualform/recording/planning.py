@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from io import StringIO
@@ -57,6 +58,10 @@ class PolicyCosts:
     """How many bytes the recorder holds on the GPU, at most."""
     host_memory: int
     """How many bytes it holds in main memory, at most."""
+    ratio: float | None = None
+    """How many times as long as without recording a step takes; None where it was not tried."""
+    seconds_once: float | None = None
+    """What a run takes besides: to start and to end, and what only its first steps do."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +98,16 @@ class RunPlan:
     def __rich__(self) -> Group:
         run = [] if self.steps is None else [f"{self.steps:,} steps"]
         device = ["device"] if any(c.device_memory for c in self.policies.values()) else []
-        names = ["rows a step", "a step", *run, "seconds a step", *device, "memory"]
+        names = [
+            "rows a step",
+            "a step",
+            *run,
+            "seconds a step",
+            "× plain",
+            "seconds once",
+            *device,
+            "memory",
+        ]
         table = Table()
         table.add_column("keep")
         for name in names:
@@ -101,7 +115,8 @@ class RunPlan:
         for name, costs in self.policies.items():
             cells = [f"{costs.rows:,}", size_of(costs.bytes_a_step)]
             cells += [size_of(costs.bytes)] if costs.bytes is not None else []
-            cells += ["–" if costs.seconds is None else f"{costs.seconds:.3g}"]
+            times = [(costs.seconds, ".3g"), (costs.ratio, ".2f"), (costs.seconds_once, ".2g")]
+            cells += ["–" if time is None else format(time, how) for time, how in times]
             cells += [size_of(costs.device_memory)] if device else []
             cells += [size_of(costs.host_memory)]
             style = "bold" if name == self.recommended else ""
@@ -136,9 +151,10 @@ def plan(
     """Tells what a recording will take, for every policy of `record(keep=…)`, and which to take.
 
     A few steps are recorded under each policy, on copies of model and optimizer, in a temporary
-    folder that is removed again. Bytes are read off the files. Seconds are those of these steps
-    with all that it takes to write them. Model, optimizer, gradients and random states stay as they
-    are.
+    folder that is removed again. Bytes are read off the files. Recorded steps are timed in turns
+    with steps that are not, with all that it takes to write them: the median of their ratios,
+    times a plain step, are the seconds. What comes once a run is told apart. Model, optimizer,
+    gradients and random states stay as they are.
 
     >>> import torch, dualform
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 9))
@@ -163,9 +179,9 @@ def plan(
     inner = None if optimizer is None else torch_optimizer(optimizer)
     rehearsal = Rehearsal(model, inner, batch, loss)
     with undisturbed(model, inner, loss):
-        plain = rehearsal.plain_seconds()
         found = _rehearse_all(rehearsal, keep)
-    costs = {name: _costs(name, f, rehearsal, steps) for name, f in found.items()}
+    plain = statistics.median([f.times.plain for f in found.values() if f.times is not None])
+    costs = {name: _costs(name, f, rehearsal, steps, plain) for name, f in found.items()}
     asked = "" if keep is None else _label(keep)
     free = None if path is None else free_bytes(path)
     if path is not None and free is not None and steps is not None:
@@ -202,11 +218,13 @@ def _computed(policy: str, first: Rehearsed, parameter_bytes: int) -> Rehearsed:
     small = max(0, first.bytes.each_step - tally.stored_bytes)
     each_step = tally.bytes[policy] + small + (parameter_bytes if lossy else 0)
     stored = RunBytes(first.bytes.once, each_step)
-    return Rehearsed(stored, tally.rows, 0.0, tally.bytes[ROWS], first.handover, tally)
+    return Rehearsed(stored, tally.rows, None, 0.0, tally.bytes[ROWS], first.handover, tally)
 
 
-def _costs(name: str, found: Rehearsed, rehearsal: Rehearsal, steps: int | None) -> PolicyCosts:
-    """A line of the plan."""
+def _costs(
+    name: str, found: Rehearsed, rehearsal: Rehearsal, steps: int | None, plain: float
+) -> PolicyCosts:
+    """A line of the plan; `plain` is what a step takes without recording."""
     whole = found.held * steps if steps is not None else float("inf")
     in_flight = min(whole, IN_FLIGHT * max(found.handover, found.held))
     copies = 2 * rehearsal.parameter_bytes
@@ -220,9 +238,11 @@ def _costs(name: str, found: Rehearsed, rehearsal: Rehearsal, steps: int | None)
         found.bytes.each_step,
         found.bytes.once,
         None if steps is None else found.bytes.after(steps),
-        found.seconds or None,
+        None if found.times is None else found.times.ratio * plain,
         round(device),
         round(host),
+        None if found.times is None else found.times.ratio,
+        None if found.times is None else found.seconds_once,
     )
 
 

@@ -94,15 +94,26 @@ def probe_rows(
     a = values if form.is_product else form.rows(keys, values).a
     if stream.bases and stream.bases[0]:  # along U already
         return _probe_in_bases(a, inner, len(records.counts))
-    return _probe_blocks(term, a, inner, len(records.counts), look)
+    sizes = records.sizes if a is records.values else None
+    if inner is not None:
+        return _probe_blocks(term, a, inner, len(records.counts), look, sizes)
+    asked = (term, look.rows.start, look.rows.stop, look.numbers)
+    if asked not in records.known:
+        records.known[asked] = _probe_blocks(term, a, None, len(records.counts), look, sizes)
+    return records.known[asked]
 
 
 def _probe_blocks(
-    term: Term, a: Tensor, inner: Tensor | None, segments: int, look: Look
+    term: Term,
+    a: Tensor,
+    inner: Tensor | None,
+    segments: int,
+    look: Look,
+    sizes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """For rows `a ⊗ b`: a at the rows looked at, times what b gives with the vectors.
 
-    All segments have the same number of rows.
+    All segments have the same number of rows. `sizes` are the lengths of a, where they are known.
     """
     top, height = term.at[0], a.shape[1]
     first, last = max(look.rows.start, top), min(look.rows.stop, top + height)
@@ -111,14 +122,17 @@ def _probe_blocks(
     if look.outputs is not None:
         return _probe_in_bases(a @ look.outputs[top : top + height].to(a), inner, segments)
     a = a.reshape(segments, -1, height)[:, :, first - top : last - top]
-    size = torch.linalg.vector_norm(a, dim=2)
+    if sizes is not None and last - first == height:
+        size = sizes.reshape(segments, -1)
+    else:
+        size = torch.linalg.vector_norm(a, dim=2)
     if inner is None:
         sums = a.sum(1)[..., None]
     else:
         inner = inner.reshape(segments, -1, *inner.shape[1:])
         size = size * torch.linalg.vector_norm(inner, dim=(2, 3))
         if inner.shape[2] == 1:
-            sums = a.mT @ inner[:, :, 0]
+            sums = (inner[:, :, 0].mT @ a).mT  # several times as fast as a.mT @ inner
         else:  # each entry of a has a group of its own
             at = torch.arange(first - top, last - top, device=a.device)
             sums = torch.einsum("snh,snhv->shv", a, inner[:, :, at * inner.shape[2] // height])

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -29,10 +28,8 @@ from dualform.memory.forms import form_named
 from dualform.optimizers import (
     BY_ROW,
     OBSERVED,
-    History,
     Rule,
     State,
-    walk_back,
 )
 from dualform.recording.accounts import MISMATCH, Evidence
 from dualform.recording.excerpts import ROUNDINGS
@@ -41,6 +38,7 @@ from dualform.recording.messages import RecordedStep
 from dualform.recording.pages import StreamRows
 from dualform.recording.plan import Plan
 from dualform.recording.probe import Look, in_double, probe_rows, shared_line
+from dualform.recording.step_numbers import NumbersOfSteps, numbers_of_steps
 
 FOLLOWED = 1024
 """So many elements of a book are followed under a rule without numbers, or one column of it."""
@@ -87,6 +85,17 @@ class Followed:
     buffered: bool
     b: Tensor
     state: State = field(default_factory=dict)
+    _last: tuple[Tensor, Tensor] | None = None
+    """The weights that were last looked at, and what is followed of them."""
+
+    def of_weights(self, copy: Tensor) -> Tensor:
+        """What is followed of a copy of the parameter, which nobody changes.
+
+        One hand-over ends with the copy that the next begins with.
+        """
+        if self._last is None or self._last[0] is not copy:
+            self._last = (copy, self.of(copy))
+        return self._last[1]
 
     def of(self, parameter: Tensor) -> Tensor:
         """What is followed of a parameter, or of a tensor of its shape; flat, in float64."""
@@ -137,7 +146,13 @@ class Reconciler:
         """
         courses = dict(self._courses(steps, evidence, factors, before))
         if self._rule.by_numbers:
-            missed = {name: self._by_numbers(name, c, before, after) for name, c in courses.items()}
+            known: dict[Any, NumbersOfSteps] = {}
+            missed = {}
+            for name, course in courses.items():
+                key = (tuple(course.states), tuple(course.hyper), self._followed[name].buffered)
+                if key not in known:
+                    known[key] = numbers_of_steps(self._rule.scalar, *key)
+                missed[name] = self._by_numbers(name, course, known[key], before, after)
         else:
             missed = self._by_elements(courses, before, after)
         return [name for name in before if missed.get(name)]
@@ -235,29 +250,18 @@ class Reconciler:
         self,
         name: str,
         course: BookCourse,
+        numbers: NumbersOfSteps,
         before: Mapping[str, Tensor],
         after: Mapping[str, Tensor],
     ) -> bool:
         """Whether a book misses its end under a rule of numbers."""
-        book, rule = self._followed[name], self._rule.scalar
-        fields, hyper = self._rule.fields, np.array(course.hyper, dtype=np.float64)
-        states = np.array(course.states, dtype=np.uint8)
-        history = History(states, hyper, fields, {0: book.buffered})
-        steps = rule.transitions(history)
-        ends: Any = walk_back(steps, (0.0, 0.0), [*[0.0] * (len(steps) - 1), 1.0])
-        (on_g, (on_W, on_b)), W, b = ends, book.of(before[name]), book.b
-        coefficients = torch.tensor(on_g, dtype=torch.float64)
-        end = on_W * W + on_b * b + coefficients @ course.w
-        buffers: Any = walk_back(steps, (0.0, 1.0), [0.0] * len(steps))
-        (into_g, (into_W, into_b)) = buffers
-        book.b = into_W * W + into_b * b + torch.tensor(into_g, dtype=torch.float64) @ course.w
-        book.buffered = book.buffered or any(
-            rule.makes_buffer(dict(zip(fields, given, strict=True)))
-            for given, state in zip(course.hyper, course.states, strict=True)
-            if state == BY_ROW
-        )
-        allowed = MISMATCH * float(coefficients.abs() @ course.reach)
-        return self._is_missed(name, end, after[name], allowed, len(steps))
+        book = self._followed[name]
+        W, b = book.of_weights(before[name]), book.b
+        end = numbers.on_W[0] * W + numbers.on_W[1] * b + numbers.into_W @ course.w
+        book.b = numbers.on_b[0] * W + numbers.on_b[1] * b + numbers.into_b @ course.w
+        book.buffered = book.buffered or numbers.makes_buffer
+        allowed = MISMATCH * float(numbers.into_W.abs() @ course.reach)
+        return self._is_missed(name, end, after[name], allowed, len(course.states))
 
     def _by_elements(
         self,
@@ -293,7 +297,7 @@ class Reconciler:
         rule = self._rule.replayed
         books = [self._followed[name] for name in names]
         sizes = [len(book.b) for book in books]
-        W = torch.cat([book.of(before[name]) for name, book in zip(names, books, strict=True)])
+        W = torch.cat([b.of_weights(before[name]) for name, b in zip(names, books, strict=True)])
         b = torch.cat([book.b for book in books])
         state = {
             part: torch.cat([book.state[part] for book in books]) if kept.ndim else kept
@@ -322,11 +326,14 @@ class Reconciler:
 
     def _is_missed(self, name: str, end: Tensor, after: Tensor, allowed: float, steps: int) -> bool:
         """Whether a book is farther from its end than allowed, and than rounding may carry it."""
-        is_ = self._followed[name].of(after)
+        is_ = self._followed[name].of_weights(after)
+        gap = float((is_ - end).norm())
+        if gap <= allowed:
+            return False
         whole = self._followed[name].columns is None
         size = torch.linalg.vector_norm(after if whole else is_, dtype=torch.float64)
         places = max(steps, 1) * torch.finfo(after.dtype).eps * float(size)
-        return not float((is_ - end).norm()) <= allowed + ROUNDINGS * places
+        return not gap <= allowed + ROUNDINGS * places
 
 
 def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width: int) -> Tensor:

@@ -30,12 +30,13 @@ from dualform.recording.keep import Keep
 from dualform.recording.observer import is_due, times_due
 from dualform.recording.recorder import Recorder
 from dualform.recording.schedule import FLUSH_SECONDS, WITNESS
-from dualform.recording.step_recorder import StepRecorder
+from dualform.recording.spot_checks import EVERY
+from dualform.recording.turns import StepTimes, time_in_turns
 
 BUFFER_BYTES = 128 << 20
 """What `record` collects before it writes a file, unless it is told otherwise."""
-SECONDS, FEWEST, MOST = 0.4, 2, 20
-"""Steps are timed for so long, but at least and at most so many."""
+EARLY_CHECKS = EVERY.bit_length() - 1
+"""So many spot checks come in a run's first steps: 2, 4, 8 … Step 1 is measured with its own."""
 IN_FLIGHT = 3
 """So many hand-overs may be in memory: one that fills, one that waits, one that is written."""
 BASES = ("outputs", "inputs")
@@ -82,8 +83,10 @@ class Rehearsed:
     bytes: RunBytes
     rows: float
     """How many rows, or records in their place, a step stores."""
-    seconds: float
-    """What a step takes."""
+    times: StepTimes | None
+    """What steps took; None where they were not tried."""
+    seconds_once: float
+    """What a run takes besides: to start and to end it, and what only its first steps do."""
     held: float
     """How many bytes of rows and changes a step holds in memory until they are written."""
     handover: int
@@ -108,25 +111,25 @@ class Rehearsal:
         self.parameter_bytes = sum(p.nbytes for p in parameters)
         self.on_device = any(p.is_cuda for p in parameters)
 
-    def plain_seconds(self) -> float:
-        """What a step takes without a recorder."""
-        step = self._copy()[2]
-        step()
-        return self._timed(step)[0]
-
     def record(self, keep: Keep) -> Rehearsed:
         """What some recorded steps take, under a policy."""
         model, optimizer, step = self._copy()
+        plain = self._copy()[2]
+        began = self._now()
         with tempfile.TemporaryDirectory(prefix="dualform-plan-") as folder:
             path = Path(folder) / "run"
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DualformWarning)
                 recorder = Recorder(model, optimizer, path, keep=keep, strict=True)
                 with recorder as recording:
-                    taken = self._steps(recording, step)
-            return self._read(path, taken)
+                    taken = self._steps(recording, step, plain, began)
+                    ends = self._now()
+            once = taken.seconds_first + self._now() - ends
+            return self._read(path, taken, once + EARLY_CHECKS * taken.times.spot_check)
 
-    def _steps(self, recorder: Recorder, step: Callable[[], None]) -> _Taken:
+    def _steps(
+        self, recorder: Recorder, step: Callable[[], None], plain: Callable[[], None], began: float
+    ) -> _Taken:
         """A first step; one more until all bases are known; then those that are timed."""
         steps = recorder._require_recording()
         stages = steps.stages
@@ -139,58 +142,28 @@ class Rehearsal:
             step()
             recorder.checkpoint()
         first, before = steps.step + 1, stages.schedule.total
+        seconds_first = self._now() - began
         tally = stages.watch.rows.tally = RowCounts()
-        seconds, count = self._timed(step, steps)
+        times = time_in_turns(steps, step, plain, self._now)
+        steps.hand_over(flush=True)
         late = {book: math.ceil(bases.wanted[book] / seen) for book, seen in rows_seen.items()}
         return _Taken(
             first,
-            count,
-            seconds,
-            (stages.schedule.total - before) / count,
+            times,
+            max(0.0, seconds_first - (first - 1) * times.seconds),
+            (stages.schedule.total - before) / times.count,
             stages.delivery.handover_bytes(BUFFER_BYTES),
             tally,
             late,
             stages.snapshots.nbytes,
         )
 
-    def _timed(
-        self, step: Callable[[], None], recording: StepRecorder | None = None
-    ) -> tuple[float, int]:
-        """Seconds a step, with what it takes to write it, and how many steps were timed.
-
-        A file takes some time however small it is. So where steps are short, a file of some steps
-        is held against one of more, and what the further steps took counts.
-        """
-        start = self._now()
-        step()
-        first = self._now() - start
-        count = min(MOST, max(FEWEST, int(SECONDS / max(first, 1e-9))))
-        few = first + self._seconds(step, count - 1, recording)
-        if few > 2 * SECONDS:
-            return few / count, count
-        more = self._seconds(step, 3 * count, recording)
-        return max(more - few, more / 2) / (2 * count), 4 * count
-
-    def _seconds(
-        self, step: Callable[[], None], count: int, recording: StepRecorder | None
-    ) -> float:
-        """What some steps take. On a GPU rows are written beside them: what is longer counts."""
-        start = self._now()
-        for _ in range(count):
-            step()
-        end = self._now()
-        if recording is not None:
-            recording.hand_over(flush=True)
-            recording.stages.delivery.wait()
-        training, writing = end - start, self._now() - end
-        return max(training, writing) if self.on_device else training + writing
-
     def _now(self) -> float:
         if self.on_device:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def _read(self, path: Path, taken: _Taken) -> Rehearsed:
+    def _read(self, path: Path, taken: _Taken, once_seconds: float) -> Rehearsed:
         """What the files of the recording say."""
         ledger = Ledger(path)
         late = [shard for shard in ledger.shards if shard.first >= taken.first]
@@ -201,7 +174,7 @@ class Rehearsal:
         for layer in before.keys() - {""}:
             until = max([taken.late.get(book, 0) for book, own in layer_of.items() if own == layer])
             if until:
-                extra = before[layer] - after.get(layer, 0) / taken.count
+                extra = before[layer] - after.get(layer, 0) / taken.times.count
                 early.append((until, round(extra)))
             bases.append((until, _bases(ledger.shards, layer, layer_of)))
         small = [file for file in path.rglob("*") if file.suffix in (".json", ".jsonl")]
@@ -209,8 +182,8 @@ class Rehearsal:
         arrays = sum(place.nbytes for place in late[-1].file.arrays.values())
         header = late[-1].file.path.stat().st_size - arrays
         once = sum(file.stat().st_size for file in (*small, start, end)) + header
-        each_step = round(sum(after.values()) / taken.count)
-        shard = min(taken.held * FLUSH_SECONDS / max(taken.seconds, 1e-9), BUFFER_BYTES)
+        each_step = round(sum(after.values()) / taken.times.count)
+        shard = min(taken.held * FLUSH_SECONDS / max(taken.times.seconds, 1e-9), BUFFER_BYTES)
         witnessed = max(shard, taken.handover, WITNESS * taken.kept_weights, 1)
         stored = RunBytes(
             once,
@@ -221,9 +194,10 @@ class Rehearsal:
             end.stat().st_size,
             witnessed / max(taken.held, 1e-9),
         )
-        rows = taken.tally.stored_rows / taken.count
-        given = (rows, taken.seconds, taken.held, taken.handover)
-        return Rehearsed(stored, *given, _of_one_step(taken.tally, taken.count))
+        count = taken.times.count
+        given = (taken.times, once_seconds, taken.held, taken.handover)
+        tally = _of_one_step(taken.tally, count)
+        return Rehearsed(stored, taken.tally.stored_rows / count, *given, tally)
 
     def _copy(self) -> tuple[nn.Module, Optimizer, Callable[[], None]]:
         """Copies of model and optimizer, and what makes a step with them."""
@@ -263,8 +237,9 @@ class _Taken:
 
     first: int
     """The first step that was timed."""
-    count: int
-    seconds: float
+    times: StepTimes
+    seconds_first: float
+    """What the start and the steps before it took, more than as many later ones."""
     held: float
     handover: int
     tally: RowCounts
