@@ -75,4 +75,5 @@ def _sorted(parts: Sequence[Tensor]) -> Tensor:
     """The numbers of some parts, each once; numpy sorts them faster than torch does."""
     every = torch.cat(list(parts))
     every.numpy().sort()
-    return torch.unique_consecutive(every)
+    found: Tensor = torch.unique_consecutive(every)
+    return found
