@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.read.samples_matrix import basis_lines, coordinates, matrix, optimizer_metric
+from dualform.read.samples_matrix.cost import Work
 
 SAMPLES, BATCH, STEPS = 40, 30, 12
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -65,7 +66,9 @@ def test_coordinates_give_what_the_whole_matrix_gives(
         found.append(influence(tmp_path / "run", net, data))
     with monkeypatch.context() as patched:
         patched.setattr(matrix, "COLUMN_BYTES", 1)
-        found.append(influence(tmp_path / "run", net, data))
+        for by_rows in (True, False):
+            patched.setattr(Work, "row_by_row", lambda self, queries, by_rows=by_rows: by_rows)
+            found.append(influence(tmp_path / "run", net, data))
     monkeypatch.setattr(optimizer_metric, "has_coordinates", lambda ledger, book: False)
     whole = influence(tmp_path / "run", net, data)
     for one in found:

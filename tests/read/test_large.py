@@ -18,7 +18,7 @@ from torch import Tensor
 import dualform
 from dualform.read import explain
 from dualform.read.grouping import BySample, ByStep
-from dualform.read.samples_matrix import grams, matrix
+from dualform.read.samples_matrix import folds, grams, matrix
 from dualform.read.samples_matrix import optimizer_metric as natural
 from dualform.read.samples_matrix.cost import Cost, Work, work_of
 from dualform.read.samples_matrix.matrix import SamplesMatrix, times
@@ -52,6 +52,7 @@ def assert_close(found: Any, expected: Any) -> None:
 def with_little_memory(monkeypatch: pytest.MonkeyPatch, columns: int = 300, lines: int = 2) -> None:
     """Contributions of a few samples at a time, and Gram matrices of a few lines."""
     monkeypatch.setattr(matrix, "COLUMN_BYTES", columns)
+    monkeypatch.setattr(folds, "GATHERED_BYTES", columns)
     monkeypatch.setattr(grams, "GRAM_BYTES", 4 * 6**2 * lines)
 
 
@@ -122,9 +123,9 @@ def test_no_visit_is_read_once_a_line(
     """However many lines there are: once to invert them, and once for what is asked."""
     made, read, load = known("SGD, groups"), Counter[tuple[str, int]](), Visits.load
 
-    def counted(self: Visits, chosen: Tensor, with_keys: bool = True) -> list[Tensor]:
+    def counted(self: Visits, chosen: Tensor, *given: Any) -> dict[str, Tensor]:
         read.update((self.stream.name, visit) for visit in chosen.tolist())
-        return load(self, chosen, with_keys)
+        return load(self, chosen, *given)
 
     monkeypatch.setattr(Visits, "load", counted)
     with_little_memory(monkeypatch, lines=100)

@@ -18,6 +18,7 @@ from dualform.ledger.codecs import Exact
 from dualform.ledger.writer import LedgerWriter, ShardBlock
 from dualform.read.engine import ShardRange
 from dualform.read.grouping import BySample
+from dualform.read.samples_matrix import folds
 from dualform.read.samples_matrix import visits as read
 from dualform.read.samples_matrix.matrix import SamplesMatrix
 from dualform.read.samples_matrix.sparse import SparseLines
@@ -65,7 +66,7 @@ def written(path: Path, shards: list[Shard]) -> list[tuple[Tensor, Tensor]]:
 def loaded(visits: Visits, order: list[int]) -> tuple[Tensor, Tensor]:
     """The rows of some visits after others, keys and values."""
     chosen = torch.tensor(order)
-    return visits.made(visits.load(chosen), 0, int(visits.records[chosen].sum()))
+    return visits.made(visits.load(chosen), 0, int(visits.records(chosen).sum()))
 
 
 @settings(deadline=None, max_examples=25)
@@ -78,7 +79,8 @@ def test_visits_in_any_order(
     expected = written(path, shards)
     ledger = Ledger(path)
     visits = Visits(ShardRange.of(ledger, 1, ledger.last_step), STREAM)
-    assert visits.rows.tolist() == [len(keys) for keys, _ in expected]
+    every = torch.arange(len(visits))
+    assert visits.rows(every).tolist() == [len(keys) for keys, _ in expected]
     order = random.sample(range(len(expected)), random.randint(1, len(expected)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read, "GAP_BYTES", random.choice([0, 16, 1 << 30]))
@@ -100,8 +102,9 @@ def test_gaps_are_read_along_or_skipped(tmp_path: Path, monkeypatch: pytest.Monk
 def test_until_a_step(tmp_path: Path) -> None:
     written(tmp_path / "run", [(torch.float32, [(2, 1), (3, 2)]), (torch.float32, [(1, 1)])])
     visits = Visits(ShardRange.of(Ledger(tmp_path / "run"), 1, 2), STREAM)
-    assert visits.steps.tolist() == [1, 1, 2, 2, 2]
-    assert visits.samples.tolist() == [0, 1, 2, 3, 4]
+    every = torch.arange(len(visits))
+    assert visits.steps(every).tolist() == [1, 1, 2, 2, 2]
+    assert visits.samples(every).tolist() == [0, 1, 2, 3, 4]
     steps, samples, positions = visits.of_rows(torch.tensor([3, 0]))
     assert steps.tolist() == [2, 2, 1]
     assert samples.tolist() == [3, 3, 0]
@@ -118,7 +121,7 @@ def test_one_visit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         return [columns.values.clone() for columns in matrix.columns()]
 
     together = columns()
-    monkeypatch.setattr(read, "GATHERED_BYTES", 1)
+    monkeypatch.setattr(folds, "GATHERED_BYTES", 1)
     monkeypatch.setattr(read, "CACHED_BYTES", 1)
     for one, all_ in zip(columns(), together, strict=True):
         torch.testing.assert_close(one, all_)

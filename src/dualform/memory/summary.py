@@ -53,6 +53,20 @@ class Bases:
             summaries = summaries @ self.inputs.to(summaries).T
         return summaries if self.outputs is None else self.outputs.to(summaries) @ summaries
 
+    def expand_rows(self, rows: Sides) -> Sides:
+        """Rows in these coordinates as they are in the whole matrix: `U a ⊗ V b`.
+
+        >>> bases = Bases(torch.eye(3)[:, 1:], None)
+        >>> bases.expand_rows(Sides(torch.tensor([[1.0, 2.0]]), torch.ones(1, 2))).a
+        tensor([[0., 1., 2.]])
+        """
+        a, b, (top, left) = rows.a, rows.b, rows.at
+        if self.outputs is not None:
+            a, top = a @ self.outputs.to(a).T, 0
+        if self.inputs is not None and b is not None:
+            b, left = b @ self.inputs.to(b).T, 0
+        return Sides(a, b, (top, left))
+
     def part(self, rows: slice, columns: slice) -> Bases:
         """The bases of a part of the matrix, where both sides have one."""
         U, V = self.outputs, self.inputs

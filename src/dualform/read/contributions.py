@@ -236,6 +236,7 @@ def row_sums(
     grouping: Grouping,
     books: Sequence[Book] | None = None,
     numbers: Mapping[str, Tensor] | None = None,
+    by_book: bool = True,
 ) -> dict[str, Array]:
     """(groups, queries) for each book: `⟨D, H (a ⊗ b)⟩` over the rows of each group.
 
@@ -252,10 +253,11 @@ def row_sums(
     Args:
         numbers: (steps + 1,) for each book, how much a row counts by its step; by default, as the
             optimizer made it count.
+        by_book: if not, the sum over the books is found under "".
     """
 
     fold = AnswerSums(
-        RowQuestions.along(accounting, directions, books), NO_STEPS, (grouping,), True
+        RowQuestions.along(accounting, directions, books), NO_STEPS, (grouping,), by_book
     )
     spans = None
     if numbers is not None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dualform.read.scan import Chunk
+
+SPREAD = 4
+"""Up to this ratio of the range of ids to their number, places are looked up and not searched."""
 
 
 class Grouping(ABC):
@@ -51,7 +55,22 @@ class BySample(Grouping):
 
     def of(self, steps: Tensor, samples: Tensor, positions: Tensor) -> Tensor:
         """The place of each row's sample."""
-        return torch.searchsorted(self.numbers, samples)
+        first, table = self._table
+        return (
+            torch.searchsorted(self.numbers, samples) if table is None else table[samples - first]
+        )
+
+    @cached_property
+    def _table(self) -> tuple[int, Tensor | None]:
+        """The first id, and the place of each id from it on; None where ids lie far apart."""
+        if not len(self.numbers):
+            return 0, None
+        first, last = self.numbers[[0, -1]].tolist()
+        if last - first >= SPREAD * len(self.numbers):
+            return first, None
+        table = torch.zeros(last - first + 1, dtype=torch.long)
+        table[self.numbers - first] = torch.arange(len(self.numbers))
+        return first, table
 
 
 @dataclass(frozen=True)

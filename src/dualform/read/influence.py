@@ -27,9 +27,9 @@ from dualform.read.path import trapezoid
 from dualform.read.ridge import Lines, check_memory
 from dualform.read.samples_matrix.columns import longest
 from dualform.read.samples_matrix.coordinates import has_coordinates
-from dualform.read.samples_matrix.folds import StepWeights
 from dualform.read.samples_matrix.matrix import SamplesMatrix, times
 from dualform.read.samples_matrix.optimizer_metric import OptimizerMetric
+from dualform.read.samples_matrix.visit_weights import StepWeights
 from dualform.read.scores import Scores
 from dualform.read.spotlight import nothing_by_row
 from dualform.read.targets import Asked, Parameters, Target
@@ -161,7 +161,7 @@ class Influencer:
         directions = trapezoid(call.asked, first, last, call.queries, PANELS)
         asked = self._metric.asked(directions)
         solved = call.lines.solve(self._metric, asked, call.damping)
-        return solved * (OWN / call.lines.left(call.damping))
+        return solved.mul_(OWN / call.lines.left(call.damping))
 
     @cached_property
     def _attributed(self) -> float:

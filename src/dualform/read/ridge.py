@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -235,12 +234,11 @@ class Lines:
         In one scan, where all samples fit into memory; else in one for what is inverted, and one
         for the product.
         """
-        book, large = own.small, matrix.is_large(own.small)
-        scanned = partial(matrix.blocks, [matrix.whole(book)]) if large else None
-        parts = list(matrix.columns([book])) if scanned is None else ()
+        book, whole = own.small, matrix.whole(own.small)
+        parts = None if matrix.is_large(book) else list(matrix.columns([book]))
         lines = self._in_bases.get(book.name) or BasisLines.of(own)
         if not lines.nbytes:
-            for columns in parts if scanned is None else scanned():
+            for columns in matrix.blocks([whole]) if parts is None else parts:
                 lines.add(columns)
             if self._bytes + lines.nbytes <= KEPT_BYTES:
                 self._in_bases[book.name], self._bytes = lines, self._bytes + lines.nbytes
@@ -248,8 +246,10 @@ class Lines:
         if damping not in self._left:
             sums.add_lines(*shares)
         question = own.back(solved)
+        if parts is None:
+            return matrix.product([(whole, whole.lines_of(question))])
         total = torch.zeros(matrix.groups, len(asked), dtype=torch.float64)
-        for columns in parts if scanned is None else scanned():
+        for columns in parts:
             total[columns.groups] += (columns.values @ columns.of(question).T).double().cpu()
         return total
 

@@ -53,20 +53,24 @@ class RowColumns:
         start = int(self._counts[steps < first].sum())
         return start, start + int(self._counts[(steps >= first) & (steps <= last)].sum())
 
-    def visits(self, first: int, last: int) -> Tensor:
-        """(6, visits) between steps: the first record, how many, the step, sample and use.
+    def uses_between(self, first: int, last: int) -> Tensor:
+        """(6, uses) of those between steps that left records, in the order of time.
 
-        Last comes where its keys begin: in a table, or if there is none, at the first record.
+        The number of a use's first visit in the shard and how many visits it has, its first record
+        and how many records a visit has, its step, and its own number.
         """
-        steps, _, each = (column.repeat_interleave(self._sizes) for column in self._segments.T[:3])
-        begins = self._sizes.cumsum(0) - self._sizes
-        at = torch.arange(len(each)) + (self._begins - begins).repeat_interleave(self._sizes)
-        samples = self._shard.samples()[at]
-        uses = torch.arange(len(self._sizes)).repeat_interleave(self._sizes)
-        records = each.cumsum(0) - each
-        keys = records if self.places is None else self.places[0]
-        found = torch.stack([records, each, steps, samples, uses, keys])
-        return found[:, (steps >= first) & (steps <= last) & (each > 0)]
+        steps, _, each = self._segments.T[:3]
+        visits, records = (n.cumsum(0) - n for n in (self._sizes, self._counts))
+        uses = torch.arange(len(self._sizes))
+        found = torch.stack([visits, self._sizes, records, each, steps, uses])
+        return found[:, (steps >= first) & (steps <= last) & (self._counts > 0)]
+
+    def samples_of(self, uses: Tensor) -> Tensor:
+        """(visits,): the stored id of each visit's sample, of some uses."""
+        sizes = self._sizes[uses]
+        begins = self._begins[uses] - (sizes.cumsum(0) - sizes)
+        at = torch.arange(int(sizes.sum())) + begins.repeat_interleave(sizes)
+        return self._shard.samples()[at]
 
     def parts(self, begin: int, end: int, records: int, uses: int | None) -> list[tuple[int, int]]:
         """Some records in parts: of so many records, or where `uses` is given, of so many uses."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Book, Ledger, Stream, Term
-from dualform.memory.blocks import Sides, as_matrix
+from dualform.memory.blocks import Sides, as_matrix, from_matrix
 from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases, Matrices, SummarySides
 from dualform.read.engine.shards import stream_bases
@@ -77,6 +77,12 @@ class Side:
         """(rows, k): the unit vectors of some places, in coordinates."""
         assert self.turned is not None
         return self.turned[places]
+
+    def whole(self, questions: Tensor) -> Tensor:
+        """(…, side): questions (…, k) to coordinates, as they are asked of vectors: of `rows`."""
+        if self.turned is not None:
+            return questions @ self.turned.T.to(questions)
+        return questions * self.far.to(questions)
 
     def of_basis(self, basis: Tensor | None) -> Tensor:
         """(k, own k): what makes coordinates of those in another basis, or in none."""
@@ -158,6 +164,12 @@ class Coordinates:
         scaled = lines * self.far[:, None].to(lines)
         found = scaled if self.across is None else self.across.T.to(scaled) @ scaled
         return found.mT if self.tall else found
+
+    def whole(self, questions: Tensor) -> Tensor:
+        """(directions, *shape): questions (directions, k_o, k_i), as the rows are asked them."""
+        term, shape = next(iter(self.book.terms.values())), self.book.shape
+        found = self.height.whole(self.width.whole(questions).mT).mT
+        return torch.stack([from_matrix(one, shape, term.view, term.groups) for one in found])
 
     def sides(self, stream: Stream, keys: Tensor, values: Tensor) -> Sides | SummarySides:
         """A stream's records as the blocks that they add to the small book."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,62 +20,9 @@ from dualform.read.questions import seen_as
 from dualform.read.samples_matrix.columns import Columns, shape_of
 from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.group_sums import InOrder, Receiver, add_groups, add_visits
-from dualform.read.samples_matrix.visits import Reused, Visits
+from dualform.read.samples_matrix.visit_weights import VisitWeights
+from dualform.read.samples_matrix.visits import GATHERED_BYTES, Reused, Visits
 from dualform.read.scan import chunks, row_sides
-
-
-class VisitWeights(ABC):
-    """How much each visit of a sample counts; plain data."""
-
-    @abstractmethod
-    def of(self, book: Book, visits: Visits) -> Tensor:
-        """(visits,): one number for each."""
-
-
-@dataclass(frozen=True)
-class StepWeights(VisitWeights):
-    """One number for all visits of a step."""
-
-    numbers: Mapping[str, Tensor]
-    """(T + 1,) for each book, by the step's number."""
-
-    def of(self, book: Book, visits: Visits) -> Tensor:
-        """Each visit as its step."""
-        return self.numbers[book.name].cpu()[visits.steps]
-
-
-@dataclass(frozen=True)
-class LastVisitWeights(VisitWeights):
-    """Minus the number of samples in the batch, for the last visit of each sample; else 0.
-
-    So each sample has its own gradient, as it was when training last saw it.
-    """
-
-    samples: Mapping[str, Tensor]
-    """The stored ids that a stream saw, sorted; by stream."""
-    last: Mapping[str, Tensor]
-    """The last step that saw each of them."""
-    batch_sizes: Mapping[str, Tensor]
-    """(T + 1,): how many of them each step saw."""
-
-    @classmethod
-    def of_visits(cls, visits: Mapping[str, Visits], until: int) -> LastVisitWeights:
-        """From the visits of all shards."""
-        samples, last, sizes = {}, {}, {}
-        for name, seen in visits.items():
-            samples[name], place = torch.unique(seen.samples, return_inverse=True)
-            steps = torch.zeros(len(samples[name]), dtype=torch.long)
-            last[name] = steps.scatter_reduce_(0, place, seen.steps, "amax")
-            pairs = torch.unique(torch.stack([seen.steps, seen.samples]), dim=1)
-            sizes[name] = torch.bincount(pairs[0], minlength=until + 1)
-        return cls(samples, last, sizes)
-
-    def of(self, book: Book, visits: Visits) -> Tensor:
-        """Each visit by its step and sample."""
-        name = visits.stream.name
-        last = self.last[name][torch.searchsorted(self.samples[name], visits.samples)]
-        sizes = self.batch_sizes[name][visits.steps]
-        return -torch.where(visits.steps == last, sizes, 0).double()
 
 
 @dataclass(frozen=True)
@@ -100,8 +46,10 @@ class GroupedRows(BlockFold[Columns]):
         widths = [sum(part.width for part in parts) for parts, _ in self.plan]
         sizes = [each * width for width, (_, each) in zip(widths, self.plan, strict=True)]
         buffer = torch.empty(max(sizes, default=0), device=self.device)
-        for parts, each in self.plan:
-            yield from self._filled(parts, each, visits, buffer)
+        rooms = [_rooms([visits[name] for name in parts[0].book.terms]) for parts, _ in self.plan]
+        self._memory.least = max((sum(sizes) for sizes in rooms), default=0)
+        for (parts, each), room in zip(self.plan, rooms, strict=True):
+            yield from self._filled(parts, each, visits, buffer, room)
         self._memory.clear()
 
     def merge(self, one: Columns, other: Columns) -> Columns:
@@ -112,13 +60,9 @@ class GroupedRows(BlockFold[Columns]):
     def visits(self, shards: Sequence[ShardRange]) -> dict[str, Visits]:
         """The visits of each stream in some shards."""
         key = tuple((str(shard.shard.path), shard.first, shard.last) for shard in shards)
-
-        def make() -> dict[str, Visits]:
-            found = {s.name: Visits(shards, s, self._memory) for s in self.fed_by}
-            self._memory.least = max((visits.nbytes for visits in found.values()), default=0)
-            return found
-
-        found: dict[str, Visits] = self.scratch.get(key, make)
+        found: dict[str, Visits] = self.scratch.get(
+            key, lambda: {s.name: Visits(shards, s) for s in self.fed_by}
+        )
         return found
 
     @property
@@ -127,36 +71,45 @@ class GroupedRows(BlockFold[Columns]):
         return memory
 
     def _filled(
-        self, parts: Sequence[Columns], each: int, visits: Mapping[str, Visits], buffer: Tensor
+        self,
+        parts: Sequence[Columns],
+        each: int,
+        visits: Mapping[str, Visits],
+        buffer: Tensor,
+        room: Sequence[int],
     ) -> Iterator[Columns]:
         """Some parts, block by block; the visits of a stream are read once for all blocks."""
         streams, count = list(parts[0].book.terms), self.grouping.count
-        weights = {
-            (part.book.name, stream): self.weights.of(part.book, visits[stream])
-            for part in parts
-            for stream in streams
-        }
+        memory = self._memory([((size,), torch.uint8) for size in room])
         with ExitStack() as opened:
             ordered: dict[str, InOrder] = {}
             for begin in range(0, count, each):
                 filled = cut(buffer, parts, slice(begin, min(begin + each, count)))
-                for stream in streams:
-                    receivers = [self._receiver(part, stream, weights) for part in filled]
+                for stream, own in zip(streams, memory, strict=True):
+                    receivers = [self._receiver(part, stream) for part in filled]
                     if stream not in ordered:
-                        found = InOrder.counted(visits[stream], self.grouping, receivers)
+                        found = InOrder(visits[stream], self.grouping, receivers, own)
                         ordered[stream] = opened.enter_context(found)
                     add_visits(ordered[stream], receivers, begin)
-                    if len(streams) > 1:  # which share the memory to read into
-                        ordered[stream].let_go()
                     add_turned(filled, receivers)
                 yield from filled
 
-    def _receiver(
-        self, part: Columns, stream: str, weights: Mapping[tuple[str, str], Tensor]
-    ) -> Receiver:
-        name = part.book.name
-        found = receiver(part, stream, weights[name, stream])
-        return replace(found, coordinates=self.coordinates.get(name))
+    def _receiver(self, part: Columns, stream: str) -> Receiver:
+        found = receiver(part, stream, self.weights)
+        return replace(found, coordinates=self.coordinates.get(part.book.name))
+
+
+def _rooms(streams: Sequence[Visits]) -> list[int]:
+    """How many bytes each of some streams gathers at a time: as much of the ledger as the others.
+
+    Streams that feed the same book are gone through side by side.
+    """
+    total = sum(visits.nbytes for visits in streams)
+    share = min(1.0, GATHERED_BYTES / max(1, total))
+    return [
+        visits.room_for(max(1, min(len(visits), int(share * visits.nbytes) // visits.longest)))
+        for visits in streams
+    ]
 
 
 @dataclass(frozen=True)
@@ -215,14 +168,14 @@ def cut(buffer: Tensor, parts: Sequence[Columns], groups: slice) -> list[Columns
     return [replace(p, values=v.view(count, -1), groups=groups) for p, v in filled]
 
 
-def receiver(part: Columns, stream: str, weights: Tensor) -> Receiver:
+def receiver(part: Columns, stream: str, weights: VisitWeights) -> Receiver:
     """Where a stream's rows are added: the part itself, or a matrix as the stream sees it."""
     own = part.book.terms[stream]
     into, region = part.dense(), part.region
     if not alike(part.term, own):
         shape = shape_of(part.book, own)
         into, region = into.new_zeros(len(into), *shape), Region.whole(*shape)
-    return Receiver(into, own, region, weights)
+    return Receiver(part.book, into, own, region, weights)
 
 
 def add_turned(parts: Sequence[Columns], receivers: Sequence[Receiver]) -> None:

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.ledger import Term
+from dualform.ledger import Book, Term
 from dualform.memory.blocks import Sides
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
-from dualform.memory.summary import Matrices, SummarySides
+from dualform.memory.summary import Bases, Matrices, SummarySides
 from dualform.memory.views import Region
 from dualform.read.grouping import Grouping
 from dualform.read.progress import LateProgress
 from dualform.read.samples_matrix.coordinates import Coordinates
+from dualform.read.samples_matrix.visit_weights import VisitWeights
 from dualform.read.samples_matrix.visits import Visits
 from dualform.read.scan import summary_sides
 
@@ -32,10 +33,11 @@ class Receiver:
     `into` is (groups, height, width) of the part. `weights` says how much each visit counts.
     """
 
+    book: Book
     into: Tensor
     term: Term
     region: Region
-    weights: Tensor
+    weights: VisitWeights
     coordinates: Coordinates | None = None
     """What the part is in, where its book is not taken at its own size."""
 
@@ -61,29 +63,35 @@ class InOrder:
     """The visits of a stream in the order of their groups, read some groups at a time.
 
     Much is read at once, and handed out as it is asked for: the visits of a group lie all over the
-    ledger, and the more of them are read together, the fewer gaps lie between them.
+    ledger, and the more of them are read together, the fewer gaps lie between them. Of all other
+    visits no more is held than one number each, which has the group in front of the visit: so
+    these numbers, sorted, are the order.
+
+    Args:
+        receivers: visits that count for none of them are not read.
+        room: memory to read into; see `Visits.room_for`.
     """
 
     def __init__(
-        self, visits: Visits, grouping: Grouping, counted: Tensor, with_keys: bool = True
+        self, visits: Visits, grouping: Grouping, receivers: Sequence[Receiver], room: Tensor
     ) -> None:
-        self.visits, self._grouping, self._with_keys = visits, grouping, with_keys
-        chosen = torch.nonzero(counted).flatten()
-        steps, samples = visits.steps[chosen], visits.samples[chosen]
-        groups = grouping.of(steps, samples, torch.zeros_like(steps))  # of their first rows
-        self._numbers, order = groups.sort(stable=True)
-        self._chosen = chosen[order]
-        records = visits.records[self._chosen]
-        self._at = torch.cat([records.new_zeros(1), records.cumsum(0)])
-        self._loaded: tuple[int, int, dict[str, Tensor]] = (0, 0, {})
-        self._progress = LateProgress(visits.stream.name, len(chosen))
-
-    @classmethod
-    def counted(cls, visits: Visits, grouping: Grouping, receivers: Sequence[Receiver]) -> InOrder:
-        """The visits that count for any of the receivers; the others are not read."""
-        counted = torch.stack([receiver.weights != 0 for receiver in receivers]).any(0)
-        with_keys = any(form_named(receiver.term.form).needs_keys for receiver in receivers)
-        return cls(visits, grouping, counted, with_keys)
+        self.visits, self._grouping, self._room = visits, grouping, room
+        self._with_keys = any(form_named(r.term.form).needs_keys for r in receivers)
+        self._most = max(1, (len(room) - visits.room_for(0)) // visits.longest)
+        self._bits = len(visits).bit_length()
+        found, count = torch.empty(len(visits), dtype=torch.long), 0
+        for first, steps, samples in visits.by_shard():
+            chosen = torch.arange(first, first + len(steps))
+            weights = _weights(receivers, visits, chosen).values()
+            counted = torch.stack([some != 0 for some in weights]).any(0)
+            groups = grouping.of(steps, samples, torch.zeros_like(steps))  # of their first rows
+            packed = ((groups << self._bits) | chosen)[counted]
+            found[count : count + len(packed)] = packed
+            count += len(packed)
+        self._order = found[:count]
+        self._order.numpy().sort()
+        self._loaded: tuple[int, int, dict[str, Tensor], Tensor] = (0, 0, {}, found[:0])
+        self._progress = LateProgress(visits.stream.name, count)
 
     def __enter__(self) -> InOrder:
         self._progress.__enter__()
@@ -91,7 +99,6 @@ class InOrder:
 
     def __exit__(self, *_: object) -> None:
         self._progress.__exit__()
-        self.let_go()
 
     def between(
         self, begin: int, end: int
@@ -100,69 +107,71 @@ class InOrder:
 
         To be asked in the order of groups. What is handed out is valid until the next.
         """
-        at, last = torch.searchsorted(self._numbers, torch.tensor([begin, end])).tolist()
+        bounds = torch.tensor([begin, end]) << self._bits
+        at, last = torch.searchsorted(self._order, bounds).tolist()
         while at < last:
-            first, stop, stored = self._containing(at)
-            for size in _whole_groups(self._numbers[at : min(last, stop)], self.visits.cached):
-                some = slice(at, at + size)
-                visits, own = self._chosen[some], self._numbers[some]
-                here = (self._at[[some.start, some.stop]] - self._at[first]).tolist()
-                if self._grouping.by_visit:
-                    groups = own.repeat_interleave(self.visits.rows[visits])
-                else:
-                    groups = self._grouping.of(*self.visits.of_rows(visits))
-                yield visits, groups, self.visits.made(stored, *here)
-                at += size
-                self._progress.advance(size)
+            first, stop, stored, places = self._containing(at)
+            until = self._whole_groups(at, min(last, stop), self.visits.cached)
+            visits = self._visits(at, until)
+            here = places[[at - first, until - first]].tolist()
+            if self._grouping.by_visit:
+                own = self._order[at:until] >> self._bits
+                groups = own.repeat_interleave(self.visits.rows(visits))
+            else:
+                groups = self._grouping.of(*self.visits.of_rows(visits))
+            yield visits, groups, self.visits.made(stored, *here)
+            self._progress.advance(until - at)
+            at = until
 
-    def let_go(self) -> None:
-        """Forgets what was read ahead: somebody else may use that memory."""
-        self._loaded = (0, 0, {})
+    def _visits(self, begin: int, end: int) -> Tensor:
+        return self._order[begin:end] & ((1 << self._bits) - 1)
 
-    def _containing(self, at: int) -> tuple[int, int, dict[str, Tensor]]:
-        """Records that were loaded, from which visit to which, this one among them."""
-        first, stop, _ = self._loaded
+    def _containing(self, at: int) -> tuple[int, int, dict[str, Tensor], Tensor]:
+        """Records that were loaded, from which visit to which, this one among them.
+
+        Last comes where the records of each begin, and where those of the last end.
+        """
+        first, stop, _, _ = self._loaded
         if not first <= at < stop:
-            most = self.visits.together
-            stop = at + _whole_groups(self._numbers[at : at + most + 1], most)[0]
-            stored = self.visits.load(self._chosen[at:stop], self._with_keys)
-            self._loaded = (at, stop, stored)
+            stop = self._whole_groups(at, len(self._order), self._most)
+            visits = self._visits(at, stop)
+            ends = self.visits.records(visits).cumsum(0)
+            stored = self.visits.load(visits, self._with_keys, self._room)
+            self._loaded = (at, stop, stored, torch.cat([ends.new_zeros(1), ends]))
         return self._loaded
 
+    def _whole_groups(self, at: int, last: int, most: int) -> int:
+        """Where so many visits end at most: groups stay whole, unless one alone has more."""
+        if last - at <= most:
+            return last
+        group = self._order[at + most] >> self._bits
+        begin = int(torch.searchsorted(self._order, (group << self._bits)[None]))
+        return begin if begin > at else at + most
 
-def add_visits(
-    ordered: InOrder, receivers: Sequence[Receiver], begin: int = 0, end: int | None = None
-) -> None:
+
+def _weights(receivers: Sequence[Receiver], visits: Visits, chosen: Tensor) -> dict[str, Tensor]:
+    """How much some visits count for each book of the receivers, by its name."""
+    books = {receiver.book.name: receiver for receiver in receivers}
+    return {name: one.weights.of(one.book, visits, chosen) for name, one in books.items()}
+
+
+def add_visits(ordered: InOrder, receivers: Sequence[Receiver], begin: int = 0) -> None:
     """Adds what the visits of the groups from `begin` on add to some parts of parameters."""
-    stop = begin + len(receivers[0].into) if end is None else end
-    for chosen, groups, rows in ordered.between(begin, stop):
-        counts = ordered.visits.rows[chosen]
+    seen = ordered.visits
+    for chosen, groups, rows in ordered.between(begin, begin + len(receivers[0].into)):
+        counts = seen.rows(chosen)
         shared: Sequence[Tensor] = ()
-        if ordered.visits.stream.shared:
-            matrices, which = ordered.visits.matrices(chosen)
+        if seen.stream.shared:
+            matrices, which = seen.matrices(chosen)
             shared = (matrices, which.repeat_interleave(counts))
+        by_book = _weights(receivers, seen, chosen)
         for receiver in receivers:
             device = receiver.into.device
-            weights = receiver.weights[chosen].repeat_interleave(counts)
+            weights = by_book[receiver.book.name].repeat_interleave(counts)
             keys, values, weights = (t.to(device) for t in (*rows, weights))
             moved = [t.to(device) for t in shared]
-            sides = receiver.sides(ordered.visits, (keys, values), weights, moved)
+            sides = receiver.sides(seen, (keys, values), weights, moved)
             add_groups(receiver.into, sides, groups - begin, receiver.region)
-
-
-def _whole_groups(numbers: Tensor, each: int) -> list[int]:
-    """Sizes of parts of sorted visits: groups stay whole unless one alone is larger than `each`.
-
-    >>> _whole_groups(torch.tensor([0, 0, 1, 1, 2, 2, 2, 2, 2]), 4)
-    [4, 4, 1]
-    """
-    sizes: list[int] = []
-    for count in torch.unique_consecutive(numbers, return_counts=True)[1].tolist():
-        if sizes and sizes[-1] + count <= each:
-            sizes[-1] += count
-        else:
-            sizes += [each] * (count // each) + [count % each] * bool(count % each)
-    return sizes
 
 
 def add_groups(into: Tensor, sides: AnySides, numbers: Tensor, region: Region) -> None:
@@ -193,6 +202,9 @@ def add_segments(into: Tensor, sides: AnySides | Matrices, counts: Tensor, regio
         return
     if isinstance(sides, SummarySides):
         bases = sides.bases
+        if isinstance(sides.kept, Sides) and _by_rows(sides.kept, bases, len(counts), region):
+            add_segments(into, bases.expand_rows(sides.kept), counts, region)
+            return
         rows = region.rows if bases.outputs is None else slice(0, bases.outputs.shape[1])
         columns = region.columns if bases.inputs is None else slice(0, bases.inputs.shape[1])
         sums = into.new_zeros(len(counts), *Region(rows, columns).shape)
@@ -217,6 +229,18 @@ def add_segments(into: Tensor, sides: AnySides | Matrices, counts: Tensor, regio
     if first < last:
         target = into[:, first - region.rows.start : last - region.rows.start, here]
         _add_products(target, Sides(sides.a, b), counts, slice(first - top, last - top))
+
+
+def _by_rows(kept: Sides, bases: Bases, groups: int, region: Region) -> bool:
+    """Whether to expand each row costs less than to expand what the rows of a group add up to."""
+    (height, width), rows = region.shape, len(kept)
+    U, V = bases.outputs, bases.inputs
+    tall, wide = (height if U is None else U.shape[1]), (width if V is None else V.shape[1])
+    expanded = (0 if V is None else tall * wide * width) + (
+        0 if U is None else tall * width
+    ) * height
+    each = (0 if U is None else U.numel()) + (0 if V is None else V.numel())
+    return rows * (each + height * width) < rows * tall * wide + groups * expanded
 
 
 def _add_shared(into: Tensor, sides: SharedSides, region: Region) -> None:

@@ -27,19 +27,28 @@ from dualform.read.samples_matrix.columns import Columns, shape_of
 from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.folds import (
     GroupedRows,
-    LastVisitWeights,
     SteppedRows,
-    StepWeights,
-    VisitWeights,
     add_turned,
     alike,
     cut,
     receiver,
 )
 from dualform.read.samples_matrix.shared_tails import Chain, Later, share_of
+from dualform.read.samples_matrix.visit_weights import (
+    LastVisitWeights,
+    StepWeights,
+    VisitWeights,
+)
 
 COLUMN_BYTES = 256 << 20
 """How large the columns that are held at a time may be."""
+
+BLOCK_BYTES = 16 << 20
+"""How large blocks of all columns of some groups are, so that a processor's cache holds them."""
+
+BLOCK_GROUPS = 512
+"""How many groups a block has at least, where they fit into memory: to add up the Gram matrices of
+fewer would cost more than to make them."""
 
 REPLAYED_BYTES = 512 << 20
 """How large the coefficients may be that are kept while one parameter's columns are made."""
@@ -85,7 +94,7 @@ class SamplesMatrix:
         for parts in batches:
             filled = cut(buffer, parts, slice(0, self.groups))
             for stream in parts[0].book.terms:
-                receivers = [receiver(part, stream, torch.empty(0)) for part in filled]
+                receivers = [receiver(part, stream, StepWeights({})) for part in filled]
                 for part, found in zip(filled, receivers, strict=True):
                     self._add_replayed(found.into, part.book, stream, found.region)
                 add_turned(filled, receivers)
@@ -163,8 +172,15 @@ class SamplesMatrix:
         plan = []
         for same in by_streams.values():
             width = sum(part.width for part in same)
-            plan.append((same, min(self.groups, max(1, self._memory // (4 * width)))))
+            plan.append((same, min(self.groups, self._together(4 * width))))
         return self._grouped(plan, self._weights)
+
+    def _together(self, nbytes: int) -> int:
+        """How many groups a block has, where each takes so many bytes."""
+        most = max(1, self._memory // nbytes)
+        if torch.device(self._accounting.device).type != "cpu":  # where each call costs
+            return most
+        return min(most, max(BLOCK_GROUPS, BLOCK_BYTES // nbytes))
 
     def pieces(self, books: Sequence[Book]) -> Iterator[Columns]:
         """All columns: of all groups where they fit into memory, else of some groups at a time."""

@@ -27,8 +27,8 @@ from dualform.read.replay import kept_moment
 from dualform.read.samples_matrix.columns import Columns
 from dualform.read.samples_matrix.coordinates import Coordinates, has_coordinates
 from dualform.read.samples_matrix.cost import work_of
-from dualform.read.samples_matrix.folds import StepWeights
 from dualform.read.samples_matrix.matrix import SamplesMatrix, by_blocks
+from dualform.read.samples_matrix.visit_weights import StepWeights
 from dualform.read.step_gradients import step_gradients
 
 MOMENTS = 8
@@ -123,16 +123,22 @@ class OptimizerMetric:
 
         Row by row where that costs less: each step's rows have one weight.
         """
-        books = list({part.book.name: part.book for part, _ in solved}.values())
+        found = [self.coordinates.get(part.book.name) for part, _ in solved]
+        owners = [
+            part.book if own is None else own.book
+            for (part, _), own in zip(solved, found, strict=True)
+        ]
+        books = list({book.name: book for book in owners}.values())
         work = work_of(self._accounting, self._grouping, books, by_numbers=True)
         if not work.row_by_row(queries=len(solved[0][1])):
             return by_blocks(self, solved)
         directions = {book.name: torch.zeros(()) for book in books}
-        for part, x in solved:
-            directions[part.book.name] = directions[part.book.name] + part.back(x)
+        for (part, x), own in zip(solved, found, strict=True):
+            asked = part.back(x) if own is None else own.whole(part.back(x))
+            directions[part.book.name] = directions[part.book.name] + asked
         numbers = {book.name: self._by_step(book) for book in books}
-        found = row_sums(self._accounting, directions, self._grouping, books, numbers)
-        return torch.from_numpy(sum(found.values()))
+        sums = row_sums(self._accounting, directions, self._grouping, books, numbers, by_book=False)
+        return torch.from_numpy(sums[""])
 
     def _by_step(self, book: Book) -> Tensor:
         """(T + 1,): how much each step's rows count, before they are scaled."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,14 +25,19 @@ from dualform.read.engine import ShardRange
 from dualform.read.scan import RowColumns, StoredRecords, at_least_32_bits, widths
 
 GATHERED_BYTES = 512 << 20
-"""How many bytes of records are gathered at a time."""
+"""How many bytes of records are gathered at a time, of all streams that a book is made of."""
 CACHED_BYTES = 8 << 20
 """How many bytes of rows are made of them at a time, so that a processor's cache holds them."""
 LARGE_BYTES = 16 << 10
 """Visits of so many bytes are read one by one: copying them costs more than asking for each."""
 GAP_BYTES = 16 << 10
 """Up to how many bytes between two visits are read along: to ask once more costs as much."""
+READ_BYTES = 4 << 20
+"""How many bytes of a file are read at a time, so that a processor's cache holds them."""
 ALIGNED = 64
+
+Arrays: TypeAlias = Sequence[tuple[Sequence[int], torch.dtype]]
+"""The shapes and types of some arrays."""
 
 Places = NDArray[np.int64]
 
@@ -52,30 +57,48 @@ class Reused:
         """How many bytes are taken at first, so that more need not be taken later."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def __call__(self, arrays: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    def __call__(self, arrays: Arrays) -> list[Tensor]:
         """Arrays of these shapes; what was there before is lost."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in arrays]
-        places = [-(-size // ALIGNED) * ALIGNED for size in sizes]
-        if len(self._bytes) < sum(places):
+        needed = sum(_places(arrays))
+        if len(self._bytes) < needed:
             self.clear()  # before more is taken
-            self._bytes = torch.empty(max(self.least, sum(places)), dtype=torch.uint8)
-        parts = torch.split(self._bytes[: sum(places)], places)
-        made = zip(parts, sizes, arrays, strict=True)
-        return [part[:size].view(dtype).view(*shape) for part, size, (shape, dtype) in made]
+            self._bytes = torch.empty(max(self.least, needed), dtype=torch.uint8)
+        return carved(self._bytes, arrays)
 
     def clear(self) -> None:
         """Gives everything back."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
 
-class Visits:
-    """All visits of samples to a stream in some shards, in the order given."""
+def carved(memory: Tensor, arrays: Arrays) -> list[Tensor]:
+    """Arrays of these shapes in some bytes, one behind the other.
 
-    def __init__(
-        self, shards: Sequence[ShardRange], stream: Stream, memory: Reused | None = None
-    ) -> None:
+    >>> carved(torch.zeros(128, dtype=torch.uint8), [((2,), torch.int64), ((1, 3), torch.int8)])
+    [tensor([0, 0]), tensor([[0, 0, 0]], dtype=torch.int8)]
+    """
+    places = _places(arrays)
+    parts = torch.split(memory[: sum(places)], places)
+    made = zip(parts, arrays, strict=True)
+    return [part[: _size(array)].view(array[1]).view(*array[0]) for part, array in made]
+
+
+def _places(arrays: Arrays) -> list[int]:
+    """How many bytes each takes, so that the next is aligned."""
+    return [-(-_size(array) // ALIGNED) * ALIGNED for array in arrays]
+
+
+def _size(array: tuple[Sequence[int], torch.dtype]) -> int:
+    return math.prod(array[0]) * array[1].itemsize
+
+
+class Visits:
+    """All visits of samples to a stream in some shards, numbered in the order of time.
+
+    What is held of them is a table of uses, each of which has many: not a number for each visit.
+    """
+
+    def __init__(self, shards: Sequence[ShardRange], stream: Stream) -> None:
         self.stream, self._each = stream, positions(stream)
-        self._gathered = memory or Reused()
         self._read = Reused()
         held = [shard for shard in shards if shard.holds(stream.name)]
         self._shards = [shard.shard for shard in held]
@@ -87,38 +110,71 @@ class Visits:
         columns = self._arrays.values()
         self._record_bytes = sum(column.width * column.dtype.itemsize for column in columns)
         self._columns = [RowColumns(shard, stream) for shard in held]
-        parts = [
-            own.visits(shard.first, shard.last)
+        self._uses = [
+            own.uses_between(shard.first, shard.last)
             for own, shard in zip(self._columns, held, strict=True)
         ]
-        counts = torch.tensor([part.shape[1] for part in parts], dtype=torch.long)
-        self._file = torch.arange(len(parts)).repeat_interleave(counts)
-        found = torch.cat([torch.zeros(6, 0, dtype=torch.long), *parts], 1)
-        self._start, self.records, self.steps, self.samples, self._use, self._keys = found
-        """Of each visit: its first record, how many it has, its step, sample, use and keys."""
+        """(6, uses) of each shard: see `RowColumns.uses_between`."""
+        table = torch.cat([torch.zeros(6, 0, dtype=torch.long), *self._uses], 1)
+        self._first, sizes, self._start, self._counts, self._steps, self._number = table
+        self._ends = sizes.cumsum(0)
+        """(uses,): how many visits there are up to the end of each."""
+        self._begins = self._ends - sizes
+        uses = torch.tensor([0, *(part.shape[1] for part in self._uses)]).cumsum(0)
+        self._shard_ends = torch.cat([self._ends.new_zeros(1), self._ends])[uses]
+        """(shards + 1,): how many visits there are up to the begin of each, and in the end."""
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return int(self._shard_ends[-1])
 
-    @property
-    def rows(self) -> Tensor:
-        """(visits,): how many rows each has."""
-        return torch.mul(self.records, self._each)
+    def by_shard(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The number of each shard's first visit, and the steps and samples of its visits."""
+        begins = self._shard_ends.tolist()
+        for begin, own, uses in zip(begins, self._columns, self._uses, strict=False):
+            yield begin, uses[4].repeat_interleave(uses[1]), own.samples_of(uses[5])
+
+    def steps(self, chosen: Tensor) -> Tensor:
+        """(chosen,): the step of some visits."""
+        found: Tensor = self._steps[self._use_of(chosen)]
+        return found
+
+    def samples(self, chosen: Tensor) -> Tensor:
+        """(chosen,): the sample of some visits."""
+        return self._samples[chosen]
+
+    def records(self, chosen: Tensor) -> Tensor:
+        """(chosen,): how many records some visits have."""
+        if self._alike:
+            return torch.full_like(chosen, self._most)
+        found: Tensor = self._counts[self._use_of(chosen)]
+        return found
+
+    def rows(self, chosen: Tensor) -> Tensor:
+        """(chosen,): how many rows some visits have."""
+        return self.records(chosen) * self._each
 
     @cached_property
-    def together(self) -> int:
-        """How many visits are gathered at a time."""
-        return max(1, GATHERED_BYTES // max(1, self._record_bytes * self._longest))
+    def _samples(self) -> Tensor:
+        """(visits,): each visit's sample, made where somebody asks out of order."""
+        every = [samples for _, _, samples in self.by_shard()]
+        return torch.cat([torch.empty(0, dtype=torch.long), *every])
+
+    def _use_of(self, chosen: Tensor) -> Tensor:
+        return torch.searchsorted(self._ends, chosen, right=True)
+
+    @property
+    def longest(self) -> int:
+        """The most bytes that the records of a visit have."""
+        return self._record_bytes * self._most
 
     @property
     def nbytes(self) -> int:
-        """How many bytes those have, at most."""
-        records = min(int(self.records.sum()), self.together * self._longest)
-        return records * self._record_bytes + 2 * ALIGNED
+        """How many bytes the records of all visits have."""
+        return self._record_bytes * int(((self._ends - self._begins) * self._counts).sum())
 
     @cached_property
     def cached(self) -> int:
-        """How many of them are made rows at a time."""
+        """How many visits are made rows at a time."""
         columns = self._arrays.items()
         record = {
             name: torch.zeros(1, column.width, dtype=column.dtype) for name, column in columns
@@ -126,24 +182,39 @@ class Visits:
         made = expand(self.stream, *self._codec.decode(record, 0, 1))
         each = sum(rows.nbytes for rows in made if rows is not None)
         shared = math.prod(self.stream.shared) * 4 if self.stream.shared else 0
-        return max(1, CACHED_BYTES // max(1, each * self._longest + shared))
+        return max(1, CACHED_BYTES // max(1, each * self._most + shared))
 
-    @property
-    def _longest(self) -> int:
-        return int(self.records.max()) if len(self) else 1
+    @cached_property
+    def _most(self) -> int:
+        """How many records a visit has at most."""
+        return int(self._counts.max()) if len(self._counts) else 1
 
-    def load(self, chosen: Tensor, with_keys: bool = True) -> dict[str, Tensor]:
-        """The arrays of some visits' records, one visit after the other; keys only if needed."""
+    @cached_property
+    def _alike(self) -> bool:
+        """Whether all visits have as many records."""
+        return bool((self._counts == self._most).all())
+
+    def load(
+        self, chosen: Tensor, with_keys: bool = True, room: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The arrays of some visits' records, one visit after the other; keys only if needed.
+
+        `room` is memory to put them into, as many bytes as `room_for` says.
+        """
         arrays = self._arrays
         if not (with_keys or self.stream.layout):
             arrays = {name: arrays[name] for name in self._codec.value_arrays}
-        count = int(self.records[chosen].sum())
-        parts = self._gathered(
-            [((count, column.width), column.dtype) for column in arrays.values()]
-        )
+        counts = self.records(chosen)
+        count = int(counts.sum())
+        shapes = [((count, column.width), column.dtype) for column in arrays.values()]
+        parts = Reused()(shapes) if room is None else carved(room, shapes)
         stored = dict(zip(arrays, parts, strict=True))
-        self._fill(stored, chosen)
+        self._fill(stored, chosen, counts)
         return stored
+
+    def room_for(self, visits: int) -> int:
+        """How many bytes it takes to load so many visits, at most."""
+        return visits * self.longest + len(self._arrays) * ALIGNED
 
     def made(self, stored: Mapping[str, Tensor], begin: int, end: int) -> tuple[Tensor, Tensor]:
         """The rows, keys and values, of some of the records that were loaded."""
@@ -153,50 +224,57 @@ class Visits:
 
     def matrices(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """The matrices (count, height, width) of some visits, and which is each visit's."""
-        pairs = torch.stack([self._file[chosen], self._use[chosen]])
-        found, which = torch.unique(pairs, dim=1, return_inverse=True)
+        found, which = torch.unique(self._use_of(chosen), return_inverse=True)
         name, shape = f"{self.stream.name}/shared", self.stream.shared
-        stored = [self._shards[at].file.read(name, use, use + 1) for at, use in found.T.tolist()]
+        shards = torch.searchsorted(self._shard_ends, self._begins[found], right=True) - 1
+        places = zip(shards.tolist(), self._number[found].tolist(), strict=True)
+        stored = [self._shards[at].file.read(name, use, use + 1) for at, use in places]
         return at_least_32_bits(torch.cat(stored)).reshape(-1, *shape), which
 
     def of_rows(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step, sample and position of each row of some visits."""
-        counts = self.rows[chosen]
+        counts = self.rows(chosen)
         begins = counts.cumsum(0) - counts
         steps, samples, begin = (
             column.repeat_interleave(counts)
-            for column in (self.steps[chosen], self.samples[chosen], begins)
+            for column in (self.steps(chosen), self.samples(chosen), begins)
         )
         return steps, samples, torch.arange(len(begin)) - begin
 
-    def _fill(self, stored: Mapping[str, Tensor], chosen: Tensor) -> None:
-        """The records of some visits, one visit after the other."""
-        counts, (ordered, order) = self.records[chosen], chosen.sort()
-        numbers, sizes = torch.unique_consecutive(self._file[ordered], return_counts=True)
-        at = (counts.cumsum(0) - counts)[order]
-        every = (at, self._start[ordered], self._keys[ordered], counts[order])
-        columns = (torch.split(column, sizes.tolist()) for column in every)
-        for number, *some in zip(numbers.tolist(), *columns, strict=True):
-            shard, (own, starts, keys, lengths) = self._shards[number], some
-            if shard.codec(self.stream.name) != self._codec:
-                self._fill_decoded(number, stored, own, starts, lengths)
+    def _fill(self, stored: Mapping[str, Tensor], chosen: Tensor, counts: Tensor) -> None:
+        """The records of some visits, one visit after the other; shard by shard."""
+        ordered, order = sorted_pairs(chosen)
+        at, counts = (counts.cumsum(0) - counts)[order], counts[order]
+        cuts = torch.searchsorted(ordered, self._shard_ends).tolist()
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            if begin == end:
                 continue
+            some, visits = slice(begin, end), ordered[begin:end]
+            uses = self._use_of(visits)
+            within = visits - self._begins[uses]
+            starts = self._start[uses] + within * counts[some]
+            shard, own = self._shards[number], (at[some], starts, counts[some])
+            if shard.codec(self.stream.name) != self._codec:
+                self._fill_decoded(number, stored, *own)
+                continue
+            places = self._columns[number].places
+            keys = starts if places is None else places[0][self._first[uses] + within]
             for name, into in stored.items():
                 for file, full, which, begins in self._places(number, name, starts, keys):
-                    places = (own[which], begins, lengths[which])
-                    self._fill_array(file, into, full, *(column.numpy() for column in places))
+                    columns = (own[0][which], begins, own[2][which])
+                    self._fill_array(file, into, full, *(column.numpy() for column in columns))
 
     def _places(
         self, number: int, name: str, starts: Tensor, keys: Tensor
-    ) -> Iterator[tuple[TensorFile, str, Tensor, Tensor]]:
+    ) -> Iterator[tuple[TensorFile, str, Tensor | slice, Tensor]]:
         """The files that have an array of some visits: what it is called, which, and where."""
         shard, places = self._shards[number], self._columns[number].places
         full = shard.array(self.stream.name, name)
         if places is None or name in self._codec.value_arrays:
-            yield shard.file, full, torch.arange(len(starts)), starts
+            yield shard.file, full, slice(None), starts
             return
         for other, which, begins in places[1].parts(keys):
-            begins, order = begins.sort()
+            begins, order = sorted_pairs(begins)
             yield other.file, full, which[order], begins
 
     def _fill_array(
@@ -209,11 +287,14 @@ class Visits:
             each = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
             file.read_into(into, name, zip(at.tolist(), each, strict=True))
             return
-        spans, begins = _spans(row_bytes, starts, counts)
-        lengths = [stop - start for start, stop in spans]
-        (records,) = self._read([((sum(lengths), *place.shape[1:]), place.dtype)])
-        file.read_into(records, name, zip(accumulate(lengths, initial=0), spans, strict=False))
-        _copy(into, at, records, begins, counts)
+        cuts = np.flatnonzero(np.diff(starts * row_bytes // READ_BYTES)) + 1
+        for begin, end in pairwise([0, *cuts.tolist(), len(starts)]):
+            some = slice(begin, end)
+            spans, begins = _spans(row_bytes, starts[some], counts[some])
+            lengths = [stop - start for start, stop in spans]
+            (records,) = self._read([((sum(lengths), *place.shape[1:]), place.dtype)])
+            file.read_into(records, name, zip(accumulate(lengths, initial=0), spans, strict=False))
+            _copy(into, at[some], records, begins, counts[some])
 
     def _fill_decoded(
         self, number: int, stored: Mapping[str, Tensor], at: Tensor, starts: Tensor, counts: Tensor
@@ -227,6 +308,21 @@ class Visits:
             for name, encoded in self._codec.encode(rows).items():
                 if name in stored:
                     stored[name][to : to + count] = encoded
+
+
+def sorted_pairs(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers of 0 and more in order, and where each was; equal ones in the order they came.
+
+    Both are packed into one number, because numpy sorts numbers much faster than it says where
+    they were.
+
+    >>> sorted_pairs(torch.tensor([7, 2, 7]))
+    (tensor([2, 7, 7]), tensor([1, 0, 2]))
+    """
+    bits = len(numbers).bit_length()
+    packed = (numbers << bits) | torch.arange(len(numbers))
+    packed.numpy().sort()
+    return packed >> bits, packed & ((1 << bits) - 1)
 
 
 def _common_codec(codecs: Sequence[Codec]) -> Codec:
@@ -258,7 +354,9 @@ def _spans(row_bytes: int, starts: Places, counts: Places) -> tuple[list[tuple[i
 
 def _copy(into: Tensor, at: Places, records: Tensor, places: Places, counts: Places) -> None:
     """`into[at + i] = records[places + i]` for i up to each count; in blocks as large as can be."""
-    unit = int(np.gcd.reduce(np.concatenate([at, places, counts])))
+    unit = int(np.gcd.reduce(counts))
+    if unit > 1:
+        unit = int(np.gcd.reduce(np.concatenate([at, places, [unit]])))
     target, source = _blocks(into, unit), _blocks(records, unit)
     if (counts == unit).all():
         begins, origins = at // unit, places // unit
