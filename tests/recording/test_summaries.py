@@ -17,7 +17,7 @@ from dualform.ledger import Ledger
 from dualform.read import Run
 from dualform.read.engine import ShardRange
 from dualform.read.scan import chunks
-from dualform.recording.bases import leading_directions
+from dualform.recording.directions import leading_directions
 from dualform.recording.bookkeeping import NOISY
 from dualform.recording.entries import ACCOUNTED
 from dualform.recording.keep import Keep, summaries
