@@ -128,7 +128,7 @@ class Reducer:
             errors, inputs = _placed(errors, term.at[0], height), _placed(inputs, term.at[1], width)
             return self.bases.of(book, self.policy, errors, inputs, self._offsets_along(term, height))
         assert known is not None
-        tall = math.prod(known.size((height, width))) > self.policy.size  # as that of a table
+        tall = math.prod(known.size((height, width))) > 2 * self.policy.size  # as of a table
         return None if tall and form_named(term.form).has_sides else known
 
     def _weight(self, book: str, term: Term, wide: SampleRows, bases: Bases) -> Reduced | None:
@@ -187,7 +187,8 @@ class Reducer:
             "lookup", term.view, term.groups, (term.at[0], 0 if V is not None else term.at[1])
         )
         dims = (self.site.key_dims, 1)
-        return Reduced(book, at, keys, along, order, *dims, kept, self.policy.numbers)
+        numbers = ROWS if kept.is_whole else self.policy.numbers
+        return Reduced(book, at, keys, along, order, *dims, kept, numbers)
 
     def _offsets_along(self, weight: Term, height: int) -> list[str]:
         """The offsets that are kept along the errors of a weight."""

@@ -30,6 +30,8 @@ NOTICED = 1e-3
 `influence` adds 3 times the mean square of a line's contributions to their Gram matrix, so that with
 n samples the share that counts half is 3 / n.
 """
+LITTLE = 0.5
+"""A shape that holds less may have twice the numbers, where it keeps a side whole."""
 TIE = 0.02
 """Of shapes that hold so nearly the same, the smallest is taken."""
 
@@ -117,12 +119,19 @@ class Rating:
 
     def best(self) -> tuple[int, int]:
         """The shape that holds most, or a smaller one that holds nearly as much."""
-        rated = {
-            shape: self._held(self.errors.shares[: shape[0]], self.inputs.shares[: shape[1]])
-            for shape in shapes(self.errors.width, self.inputs.width)
-        }
+        rated = self._rated(NUMBERS)
+        if max(rated.values()) < LITTLE:
+            whole = (self.errors.width, self.inputs.width)
+            more = self._rated(2 * NUMBERS).items()
+            rated |= {shape: held for shape, held in more if not set(shape).isdisjoint(whole)}
         good = [shape for shape, held in rated.items() if held >= max(rated.values()) - TIE]
         return min(good, key=lambda shape: (math.prod(shape), -rated[shape]))
+
+    def _rated(self, numbers: int) -> dict[tuple[int, int], float]:
+        return {
+            (outputs, inputs): self._held(self.errors.shares[:outputs], self.inputs.shares[:inputs])
+            for outputs, inputs in shapes(self.errors.width, self.inputs.width, numbers)
+        }
 
     def better(self, known: Bases | None, gain: float) -> Bases | None:
         """Bases of the best shape; None where those that are known hold nearly as much."""
@@ -142,7 +151,7 @@ class Rating:
         return self.errors.energy(errors) * self.inputs.count(inputs)
 
 
-def shapes(height: int, width: int) -> Iterator[tuple[int, int]]:
+def shapes(height: int, width: int, numbers: int = NUMBERS) -> Iterator[tuple[int, int]]:
     """The shapes that a summary of a weight may have.
 
     >>> list(shapes(3072, 768))
@@ -151,10 +160,10 @@ def shapes(height: int, width: int) -> Iterator[tuple[int, int]]:
     [(8, 48), (16, 48), (32, 48), (42, 48), (64, 32), (128, 16), (256, 8), (512, 4)]
     """
     wanted = {2**power for power in range(3, 9)}
-    wanted |= {NUMBERS // width} if width <= WHOLE else set()
+    wanted |= {numbers // width} if width <= WHOLE else set()
     wanted |= {height} if height <= WHOLE else set()
     for outputs in sorted(count for count in wanted if 0 < count <= height):
-        inputs = min(width, NUMBERS // outputs)
+        inputs = min(width, numbers // outputs)
         yield outputs, inputs if inputs == width <= WHOLE else min(inputs, MOST)
 
 
