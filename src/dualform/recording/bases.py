@@ -114,11 +114,13 @@ class BookBases:
 def rows_wanted(policy: Summaries, *, of_offset: bool = False) -> int:
     """How many rows make the bases of a book.
 
-    >>> rows_wanted(Summaries((4, 8))), rows_wanted(Summaries()), rows_wanted(Summaries(), of_offset=True)
-    (64, 1024, 128)
+    >>> rows_wanted(Summaries((4, 8))), rows_wanted(Summaries())
+    (64, 1024)
     """
     outputs, inputs = policy.shape or DIRECTIONS
-    return ROWS_A_DIRECTION * (min(outputs, OFFSET_DIRECTIONS) if of_offset else max(outputs, inputs))
+    return ROWS_A_DIRECTION * (
+        min(outputs, OFFSET_DIRECTIONS) if of_offset else max(outputs, inputs)
+    )
 
 
 def _renewed(known: Bases | None, policy: Summaries, E: Tensor | None, X: Tensor | None) -> Bases:

@@ -2,8 +2,8 @@
 
 `Reducer` does it for the rows of one site. A weight gets `S = Uᵀ (Σ e ⊗ x) V` of each sample, or
 where a sample has few rows, these rows along U and V. A table gets its errors along V, at their
-places, and an offset or a scale the sum over a sample's rows, in a basis as well. Until the bases of
-a weight are known, its rows are kept as they are, and sums are kept whole.
+places, and an offset or a scale the sum over a sample's rows, in a basis as well. Until the bases
+of a weight are known, its rows are kept as they are, and sums are kept whole.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class Reducer:
         if is_open:
             errors, inputs = wide.some()
             errors, inputs = _placed(errors, term.at[0], height), _placed(inputs, term.at[1], width)
-            return self.bases.of(book, self.policy, errors, inputs, self._offsets_along(term, height))
+            return self.bases.of(
+                book, self.policy, errors, inputs, self._offsets_along(term, height)
+            )
         assert known is not None
         tall = math.prod(known.size((height, width))) > 2 * self.policy.size  # as of a table
         return None if tall and form_named(term.form).has_sides else known
@@ -250,6 +252,7 @@ class Reducer:
             rows = _placed(rows, term.at[0], math.prod(self.shapes[book]))
             return self.bases.of(book, self.policy, rows, None, at_once=wide.with_reach)
         return known
+
 
 def reducer_for(
     site: Site,

@@ -27,8 +27,8 @@ WHOLE = 512
 NOTICED = 1e-3
 """A direction with this share of the rows' energy counts half along a line.
 
-`influence` adds 3 times the mean square of a line's contributions to their Gram matrix, so that with
-n samples the share that counts half is 3 / n.
+`influence` adds 3 times the mean square of a line's contributions to their Gram matrix. So with n
+samples the share that counts half is 3 / n.
 """
 LITTLE = 0.5
 """A shape that holds less may have twice the numbers, where it keeps a side whole."""
@@ -117,29 +117,37 @@ class Rating:
     errors: Side
     inputs: Side
 
-    def best(self) -> tuple[int, int]:
-        """The shape that holds most, or a smaller one that holds nearly as much."""
+    def best(self, known: Bases | None = None) -> tuple[int, int]:
+        """The shape that holds most, or a smaller one that holds nearly as much.
+
+        A layer that had twice the numbers before keeps them: they were little for its first rows.
+        """
+        height, width = self.errors.width, self.inputs.width
         rated = self._rated(NUMBERS)
-        if max(rated.values()) < LITTLE:
-            whole = (self.errors.width, self.inputs.width)
-            more = self._rated(2 * NUMBERS).items()
-            rated |= {shape: held for shape, held in more if not set(shape).isdisjoint(whole)}
+        had = 0 if known is None else math.prod(known.size((height, width)))
+        if had > NUMBERS or max(rated.values()) < LITTLE:
+            more = {
+                (outputs, inputs): held
+                for (outputs, inputs), held in self._rated(2 * NUMBERS).items()
+                if outputs == height or inputs == width
+            }
+            rated = more if had > NUMBERS else rated | more
         good = [shape for shape, held in rated.items() if held >= max(rated.values()) - TIE]
         return min(good, key=lambda shape: (math.prod(shape), -rated[shape]))
+
+    def better(self, known: Bases | None, gain: float) -> Bases | None:
+        """Bases of the best shape; None where those that are known hold nearly as much."""
+        outputs, inputs = self.best(known)
+        trial = Bases(self.errors.tried(outputs), self.inputs.tried(inputs))
+        if known is not None and self.held(trial) <= self.held(known) + gain:
+            return None
+        return Bases(self.errors.leading(outputs), self.inputs.leading(inputs))
 
     def _rated(self, numbers: int) -> dict[tuple[int, int], float]:
         return {
             (outputs, inputs): self._held(self.errors.shares[:outputs], self.inputs.shares[:inputs])
             for outputs, inputs in shapes(self.errors.width, self.inputs.width, numbers)
         }
-
-    def better(self, known: Bases | None, gain: float) -> Bases | None:
-        """Bases of the best shape; None where those that are known hold nearly as much."""
-        outputs, inputs = self.best()
-        trial = Bases(self.errors.tried(outputs), self.inputs.tried(inputs))
-        if known is not None and self.held(trial) <= self.held(known) + gain:
-            return None
-        return Bases(self.errors.leading(outputs), self.inputs.leading(inputs))
 
     def held(self, bases: Bases) -> float:
         """Which part of the rows some bases hold, from 0 to 1."""
@@ -172,7 +180,7 @@ def _ordered(rows: Tensor) -> Tensor:
     rows = rows.float()
     basis = leading_directions(rows, MOST) if rows.shape[1] > WHOLE else None
     along = rows if basis is None else rows @ basis
-    vectors = torch.linalg.eigh(along.T @ along).eigenvectors.flip(1)
+    vectors: Tensor = torch.linalg.eigh(along.T @ along).eigenvectors.flip(1)
     return vectors if basis is None else basis @ vectors
 
 
