@@ -130,7 +130,8 @@ class Reducer:
                 book, self.policy, errors, inputs, self._offsets_along(term, height)
             )
         assert known is not None
-        tall = math.prod(known.size((height, width))) > 2 * self.policy.size  # as of a table
+        most = (2 if self.policy.shape is None else 1) * self.policy.size
+        tall = math.prod(known.size((height, width))) > most  # bases of a table that is read
         return None if tall and form_named(term.form).has_sides else known
 
     def _weight(self, book: str, term: Term, wide: SampleRows, bases: Bases) -> Reduced | None:
