@@ -18,6 +18,7 @@ from dualform.compaction.rounding import has_rows, read_rows, segments_of, store
 from dualform.layers import Site, positions, sample_major
 from dualform.ledger import Codec, Declaration, Ledger, Records, Shard, Stream
 from dualform.memory.blocks import as_matrix
+from dualform.memory.forms import form_named
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import stored_arrays, widths
 from dualform.read.step_gradients import step_gradients
@@ -48,7 +49,13 @@ class Summarizing:
     @classmethod
     def plan(cls, ledger: Ledger, keep: Mapping[str, Policy]) -> Summarizing:
         """The streams for which it pays."""
-        info, bases = ledger.info, BookBases(renews=False)
+        info = ledger.info
+        tables = {
+            book.name
+            for book in info.books
+            if not all(form_named(term.form).has_sides for term in book.terms.values())
+        }
+        bases = BookBases(renews=False, tables=tables)
         shapes = {book.name: book.shape for book in info.books}
         found = cls(ledger)
         for stream in info.layers:
