@@ -17,7 +17,7 @@ from torch import Tensor
 from dualform.memory.summary import Bases
 from dualform.recording.directions import leading_directions
 from dualform.recording.keep import Summaries
-from dualform.recording.shapes import Rating, Side
+from dualform.recording.shapes import RatedSide, Rating
 
 ROWS_A_DIRECTION = 8
 """So many rows are looked at for each direction of a basis."""
@@ -126,7 +126,7 @@ def rows_wanted(policy: Summaries, *, of_offset: bool = False) -> int:
 def _renewed(known: Bases | None, policy: Summaries, E: Tensor | None, X: Tensor | None) -> Bases:
     """The bases of some rows, or those that are known, if these hold nearly as much."""
     if policy.shape is None and E is not None and X is not None:
-        return Rating(Side.of(E), Side.of(X)).better(known, GAIN) or known  # type: ignore[return-value]
+        return Rating(RatedSide.of(E), RatedSide.of(X)).better(known, GAIN) or known  # type: ignore[return-value]
     outputs, inputs = policy.shape or DIRECTIONS
     count = outputs if X is not None else min(outputs, OFFSET_DIRECTIONS)
     U = None if E is None else leading_directions(E, count)

@@ -24,7 +24,7 @@ from dualform.recording.bases import DIRECTIONS, OFFSET_DIRECTIONS, BookBases
 from dualform.recording.keep import ROWS, STEPS, SUMMARIES, Policy, Summaries
 from dualform.recording.pages import Order
 from dualform.recording.repeated import Reduced, Repeated, repeated
-from dualform.recording.sample_rows import SampleRows
+from dualform.recording.use_rows import UseRows
 
 LARGEST_IN_GROUPS = 8
 """Weights in groups are kept whole, if they have at most so many times the numbers of a summary."""
@@ -72,7 +72,7 @@ class Reducer:
         samples, stretch = order
         x = sample_major(keys[None], samples, stretch, self.site.key_dims)
         e = sample_major(values[None], samples, stretch, self.site.value_dims)
-        wide = SampleRows(self.site, self.stream, x, e, samples, with_reach)
+        wide = UseRows(self.site, self.stream, x, e, samples, with_reach)
         found = []
         for book, term in self.site.terms.items():
             form = form_named(term.form)
@@ -113,7 +113,7 @@ class Reducer:
         height, width = matrix_shape(self.shapes[book], term.view, term.groups)
         return height * width <= self.policy.size or term.groups > 1
 
-    def _bases(self, book: str, term: Term, wide: SampleRows) -> Bases | None:
+    def _bases(self, book: str, term: Term, wide: UseRows) -> Bases | None:
         """The bases of a weight, or of a table, whose height is kept whole."""
         height, width = matrix_shape(self.shapes[book], term.view, term.groups)
         if self._is_small(book, term):
@@ -134,7 +134,7 @@ class Reducer:
         tall = math.prod(known.size((height, width))) > most  # bases of a table that is read
         return None if tall and form_named(term.form).has_sides else known
 
-    def _weight(self, book: str, term: Term, wide: SampleRows, bases: Bases) -> Reduced | None:
+    def _weight(self, book: str, term: Term, wide: UseRows, bases: Bases) -> Reduced | None:
         """A weight's summaries; or its rows along the bases, where these have fewer numbers.
 
         None for rows that are whole: they are kept as they are.
@@ -154,7 +154,7 @@ class Reducer:
         order = (wide.samples, wide.each)
         return Reduced(book, seen, x, e, order, 1, 1, bases, self.policy.numbers)
 
-    def _own(self, book: str, bases: Bases, term: Term, wide: SampleRows) -> Bases:
+    def _own(self, book: str, bases: Bases, term: Term, wide: UseRows) -> Bases:
         """The bases as far as the block of a row reaches, in the type of the errors."""
         known = self._cast.get((book, wide.dtype))
         if known is None or known[0] is not bases:
@@ -163,7 +163,7 @@ class Reducer:
             known = self._cast[book, wide.dtype] = (bases, part.to(wide.dtype))
         return known[1]
 
-    def _summary(self, book: str, term: Term, wide: SampleRows, bases: Bases) -> Reduced:
+    def _summary(self, book: str, term: Term, wide: UseRows, bases: Bases) -> Reduced:
         """(samples, k_o, k_i): `Uᵀ (Σ e ⊗ x) V` of each sample."""
         own, (top, left) = self._own(book, bases, term, wide), term.at
         if term.groups > 1:
@@ -221,7 +221,7 @@ class Reducer:
         ]
         return math.prod(self.shapes[book]) > most and not beside_whole
 
-    def _totals(self, book: str, term: Term, wide: SampleRows) -> Reduced:
+    def _totals(self, book: str, term: Term, wide: UseRows) -> Reduced:
         """(samples, numbers): what each sample adds to an offset or a scale; or that along U."""
         scaled = form_named(term.form).needs_keys
         bases = self._offset_bases(book, term, wide, scaled)
@@ -244,7 +244,7 @@ class Reducer:
         order, numbers = (wide.samples, 1), self.policy.numbers
         return Reduced(book, at, none, total[..., None], order, 1, 2, bases, numbers, reach)
 
-    def _offset_bases(self, book: str, term: Term, wide: SampleRows, scaled: bool) -> Bases | None:
+    def _offset_bases(self, book: str, term: Term, wide: UseRows, scaled: bool) -> Bases | None:
         """The basis of an offset or a scale; None while it is not known, or where there is none."""
         known = self.bases.found.get(book)
         if self._has_own_basis(book) and (known is None or book in self.bases.stale):

@@ -37,7 +37,7 @@ TIE = 0.02
 
 
 @dataclass(frozen=True)
-class Side:
+class RatedSide:
     """The rows on one side of a layer, and the directions in which they vary, the most first.
 
     Directions are found from one half of the rows, and rated by the other: rows look as if they lay
@@ -54,10 +54,10 @@ class Side:
     """(directions,): which share of its energy is along each of them."""
 
     @classmethod
-    def of(cls, rows: Tensor) -> Side:
+    def of(cls, rows: Tensor) -> RatedSide:
         """All directions of a side that may be kept whole; of a wider one the leading.
 
-        >>> Side.of(torch.tensor([[1.0, 0.0], [0.0, 9.0], [3.0, 0.0], [0.0, 4.0]])).shares
+        >>> RatedSide.of(torch.tensor([[1.0, 0.0], [0.0, 9.0], [3.0, 0.0], [0.0, 4.0]])).shares
         tensor([0.6400, 0.3600])
         """
         half = len(rows) // 2
@@ -110,12 +110,12 @@ class Rating:
     >>> torch.manual_seed(0)
     <torch._C.Generator object at ...>
     >>> few, many = torch.randn(2000, 3) @ torch.randn(3, 80), torch.randn(2000, 200)
-    >>> Rating(Side.of(few), Side.of(many)).best(), Rating(Side.of(many), Side.of(few)).best()
+    >>> Rating(RatedSide.of(few), RatedSide.of(many)).best(), Rating(RatedSide.of(many), RatedSide.of(few)).best()
     ((8, 200), (200, 10))
     """
 
-    errors: Side
-    inputs: Side
+    errors: RatedSide
+    inputs: RatedSide
 
     def best(self, known: Bases | None = None) -> tuple[int, int]:
         """The shape that holds most, or a smaller one that holds nearly as much.

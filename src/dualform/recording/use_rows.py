@@ -20,7 +20,7 @@ WIDEST = 8192
 """Rows of more numbers than these are added up by torch's own operations."""
 
 
-class SampleRows:
+class UseRows:
     """The rows of a use, sample after sample, as its reductions need them."""
 
     def __init__(
