@@ -109,8 +109,9 @@ class Rating:
 
     >>> torch.manual_seed(0)
     <torch._C.Generator object at ...>
-    >>> few, many = torch.randn(2000, 3) @ torch.randn(3, 80), torch.randn(2000, 200)
-    >>> Rating(RatedSide.of(few), RatedSide.of(many)).best(), Rating(RatedSide.of(many), RatedSide.of(few)).best()
+    >>> rows = torch.randn(2000, 3) @ torch.randn(3, 80), torch.randn(2000, 200)
+    >>> few, many = map(RatedSide.of, rows)
+    >>> Rating(few, many).best(), Rating(many, few).best()
     ((8, 200), (200, 10))
     """
 
