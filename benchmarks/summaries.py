@@ -26,9 +26,10 @@ SAMPLES, QUERIES, EPOCHS, BATCH = 5000, 40, 10, 64
 POLICIES: dict[str, Keep] = {
     "rows": "rows",
     "int8": "int8",
-    "32 × 256": dualform.summaries(32, 256),
-    "16 × 128": dualform.summaries(16, 128),
-    "8 × 64": dualform.summaries(8, 64),
+    "summaries": "summaries",
+    "32 × 256": dualform.summaries(32, 256, offsets="sums"),
+    "16 × 128": dualform.summaries(16, 128, offsets="sums"),
+    "8 × 64": dualform.summaries(8, 64, offsets="sums"),
     "8 × 64, offsets by step": dualform.summaries(8, 64, offsets="steps"),
 }
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {

@@ -38,10 +38,15 @@ POLICIES: dict[str, Keep] = {
     EXACT: "rows",
     "half": "half",
     "int8": "int8",
+    "summaries": "summaries",
     **{
         f"{outputs} × {inputs}{said}": summaries(outputs, inputs, offsets=offsets)
         for outputs, inputs in ((32, 256), (16, 128), (8, 64))
-        for offsets, said in (("sums", ""), ("steps", ", offsets by step"))
+        for offsets, said in (
+            ("sums", ""),
+            ("steps", ", offsets by step"),
+            ("summaries", ", offsets along errors"),
+        )
     },
     "16 × 128, head 512 × 16": {"head": summaries(512, 16), "*": summaries(16, 128)},
     "convolutions 8 × 64, others 16 × 128, offsets by step": {
@@ -223,7 +228,7 @@ def draw(results: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    markers = dict(zip(POLICIES, "osD^vPX<>*dh", strict=False))
+    markers = dict(zip(POLICIES, "osD^vPX<>*dhp8H", strict=False))
     for color, (task, rows) in enumerate(results.items()):
         ordered = sorted(rows, key=lambda row: -row["bytes_of_exact"])
         x, y = ([row[key] for row in ordered] for key in ("bytes_of_exact", "of_exact"))

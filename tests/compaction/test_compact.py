@@ -150,7 +150,7 @@ def test_summaries_in_all_directions_are_the_rows(optimizer: str, tmp_path: Path
     path = tmp_path / "run"
     model, x = recorded(path, "tokens", optimizer)
     exact = dualform.open(path).explain(model, x[:2], target=lambda y: y.sum()).values
-    dualform.compact(path, dualform.summaries(24, 24, "rows"))
+    dualform.compact(path, dualform.summaries(24, 24, "rows", "sums"))
     run = dualform.open(path)
     summed = run.explain(model, x[:2], target=lambda y: y.sum()).values
     assert np.abs(exact - summed).max() < 1e-5 * np.abs(exact).max()
@@ -262,7 +262,7 @@ def test_ranks(policy: str, tmp_path: Path) -> None:
     """A run of two ranks gives what the same run of one rank gives."""
     model, x = recorded(tmp_path / "one", "tokens", "adamw")
     deal(tmp_path / "one", tmp_path / "two")
-    keep = dualform.summaries(24, 24, "rows") if policy == "summaries" else policy
+    keep = dualform.summaries(24, 24, "rows", "sums") if policy == "summaries" else policy
     found = []
     for name in ("one", "two"):
         assert dualform.compact(tmp_path / name, keep).changed

@@ -132,7 +132,7 @@ def test_nothing_of_the_user_s_is_changed() -> None:
 
 def test_what_a_plan_says() -> None:
     found = dualform.plan(mlp(), torch.randn(16, 40), steps=10, keep=dualform.summaries(4, 8))
-    assert found.asked == "summaries(4, 8, 'int8', 'sums')"
+    assert found.asked == "summaries(4, 8, numbers='int8', offsets='summaries')"
     assert list(found.policies) == [*STORING, found.asked]
     assert found.recommended == "rows"
     assert "which is little" in found.reason

@@ -16,9 +16,10 @@ SAMPLES, EACH, HEIGHT, WIDTH = 8, 40, 9, 7
 
 
 def reducer() -> Reducer:
-    site = Site("fc.weight", {"fc.weight": Term("outer")})
+    site = Site("fc.weight", {"fc.weight": Term("outer"), "fc.bias": Term("sum", "flat")})
     stream = Stream("fc", (WIDTH,), (HEIGHT,))
-    return Reducer(site, stream, Summaries(2, 3), {"fc.weight": (HEIGHT, WIDTH)}, BookBases())
+    shapes = {"fc.weight": (HEIGHT, WIDTH), "fc.bias": (HEIGHT,)}
+    return Reducer(site, stream, Summaries((2, 3)), shapes, BookBases())
 
 
 def rows(seed: int, each: int = EACH) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,9 +40,10 @@ def test_the_second_use_is_reduced_as_the_first() -> None:
         found, expected = (r.reduce(x, e, order, with_reach=False) for r in (repeating, afresh))
         assert found is not None
         assert expected is not None
-        assert torch.allclose(found[0].values, expected[0].values, rtol=1e-12)
-        for field in ("book", "term", "order", "key_dims", "value_dims", "numbers"):
-            assert getattr(found[0], field) == getattr(expected[0], field)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.allclose(one.values, other.values, rtol=1e-12)
+            for field in ("book", "term", "order", "key_dims", "value_dims", "numbers"):
+                assert getattr(one, field) == getattr(other, field)
 
 
 def test_other_shapes_and_new_bases_are_looked_at_anew() -> None:

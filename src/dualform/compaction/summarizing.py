@@ -18,10 +18,11 @@ from dualform.compaction.rounding import has_rows, read_rows, segments_of, store
 from dualform.layers import Site, positions, sample_major
 from dualform.ledger import Codec, Declaration, Ledger, Records, Shard, Stream
 from dualform.memory.blocks import as_matrix
+from dualform.memory.forms import form_named
 from dualform.read.coefficients import Accounting
 from dualform.read.scan import stored_arrays, widths
 from dualform.read.step_gradients import step_gradients
-from dualform.recording.bases import MOST_ROWS, ROWS_A_DIRECTION, BookBases
+from dualform.recording.bases import MOST_ROWS, BookBases, rows_wanted
 from dualform.recording.keep import ROWS, Policy, codec_for
 from dualform.recording.observer import is_due
 from dualform.recording.pages import StreamRows
@@ -48,7 +49,13 @@ class Summarizing:
     @classmethod
     def plan(cls, ledger: Ledger, keep: Mapping[str, Policy]) -> Summarizing:
         """The streams for which it pays."""
-        info, bases = ledger.info, BookBases(renews=False)
+        info = ledger.info
+        tables = {
+            book.name
+            for book in info.books
+            if not all(form_named(term.form).has_sides for term in book.terms.values())
+        }
+        bases = BookBases(renews=False, tables=tables)
         shapes = {book.name: book.shape for book in info.books}
         found = cls(ledger)
         for stream in info.layers:
@@ -90,20 +97,21 @@ class Summarizing:
 
     def _gain(self, stream: Stream, reducer: Reducer) -> int:
         """Looks at the first rows until there are bases; how many bytes a stream then saves."""
-        wanted = 2 * ROWS_A_DIRECTION * max(reducer.policy.outputs, reducer.policy.inputs)
-        stored, parts, first, seen = 0, None, None, 0
+        wanted = 2 * rows_wanted(reducer.policy)
+        stored, parts, first, seen, waits = 0, None, None, 0, True
         for shard in self.ledger.shards:
             if not has_rows(shard, stream):
                 continue
             codec = shard.codec(stream.name)
             width = codec.bytes_per_row(*widths(stream))
             stored += stored_bytes(shard, stream, codec)
-            for rows, order in _uses(shard, stream) if seen < wanted and parts is None else ():
+            for rows, order in _uses(shard, stream) if waits else ():
                 first = first or (rows, order, width * len(rows.keys))
                 parts = self._reduce(reducer, rows, order)
                 reducer.bases.begin_step()
                 seen += min(MOST_ROWS, len(rows.keys) * positions(stream))
-                if parts is not None or seen >= wanted:
+                waits = seen < wanted and (parts is None or reducer.awaits_bases())
+                if not waits:
                     break
         if first is None:
             return 0
@@ -127,7 +135,7 @@ class Summarizing:
         accounting = Accounting(self.ledger, self.ledger.last_step)
         for book in self.ledger.info.books:
             own = bases.found.get(book.name)
-            if own is None or own.outputs is None or own.inputs is None:
+            if own is None or own.outputs is None:
                 continue
             if not self.reducers.keys() >= book.terms.keys():
                 continue

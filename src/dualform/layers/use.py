@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
@@ -37,6 +38,12 @@ class Site:
     """The dimension that counts samples; None where it is found by its size."""
     aside: bool = False
     """Whether rows come of how a weight is computed, and a query of the layer has none."""
+
+    @cached_property
+    def tables(self) -> tuple[str, ...]:
+        """The books that are read by place."""
+        terms = self.terms.items()
+        return tuple([book for book, term in terms if not form_named(term.form).has_sides])
 
 
 class Rows(NamedTuple):

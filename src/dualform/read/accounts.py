@@ -24,8 +24,11 @@ CHECKED = 8
 """At most so many steps of a book are checked."""
 
 
-def account_gap(accounting: Accounting, book: Book) -> float:
-    """How far entries are from the accounts of their steps, relative; NaN where none was kept."""
+def account_gap(accounting: Accounting, book: Book, *, cancel: bool = False) -> float:
+    """How far entries are from the accounts of their steps, relative; NaN where none was kept.
+
+    Where entries `cancel` but for rounding, the gap is relative to the sum of their sizes.
+    """
     ledger = accounting.ledger
     kept = {t: u for t, u in accounts(ledger, book) if t <= accounting.until}
     chosen = sorted(kept)[:: max(1, len(kept) // CHECKED)]
@@ -35,7 +38,11 @@ def account_gap(accounting: Accounting, book: Book) -> float:
         found = accounting.reader.reduce(EntrySum(book, streams, kept[step].shape), step, step)
         factor = float(accounting.factors(book)[step - 1])
         gaps.append(float((factor * found - kept[step].double()).norm()))
-        sizes.append(float(kept[step].norm()))
+        size = kept[step]
+        if cancel:
+            gross = EntrySum(book, streams, kept[step].shape, sizes=True)
+            size = accounting.reader.reduce(gross, step, step)
+        sizes.append(float(size.norm()))
     return sum(gaps) / sum(sizes) if sum(sizes) else float("nan")
 
 
@@ -58,6 +65,8 @@ class EntrySum(Fold[Tensor]):
     fed_by: tuple[Stream, ...]
     size: tuple[int, ...]
     """Height and width of a summary."""
+    sizes: bool = False
+    """Whether sizes are summed, whatever their sign; of offsets."""
 
     @property
     def streams(self) -> list[str]:
@@ -80,6 +89,7 @@ class EntrySum(Fold[Tensor]):
                 elif math.prod(stream.keys):
                     partial += values.T @ chunk.keys.double()
                 else:
+                    values = values.abs() if self.sizes else values
                     partial += values.sum(0).reshape(self.size)
         return partial
 

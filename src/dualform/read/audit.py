@@ -257,7 +257,8 @@ def _measure(accounting: Accounting, book: Book, weight: Tensor, balance: Balanc
     )
     if accounting.ledger.is_summarized(book):
         shares = _Shares(SUMMARY_ROUNDING, residual, by_step, relative_to)
-        return _Measured(account_gap(accounting, book), shares, small)
+        gap_of_sums = account_gap(accounting, book, cancel=small and _is_column(book))
+        return _Measured(gap_of_sums, shares, small)
     shares = _Shares(places / relative_to, residual, by_step, relative_to)
     return _Measured(float(gap) / relative_to, shares, small)
 

@@ -114,7 +114,7 @@ class Evidence:
         """
         found = set()
         for name, (look, columns) in self.looks.items():
-            if look.vectors is None:
+            if look.is_column:
                 size = torch.zeros_like(self.u[:, columns])
                 for feed, rows in self.pieces:
                     if name in feed.terms and rows.reach is not None:

@@ -51,7 +51,8 @@ class CapturedSite:
         if learned.most > 1:  # probes add up what several calls leave: as whole summaries can be
             self.parts = tuple([SUMMARY if part == ALONG else part for part in self.parts])
         layout = stream.opened.stream
-        bases = next((part.bases for part in parts if part.bases is not None), None)
+        wide = [part for part in parts if form_named(learned.site.terms[part.book].form).has_width]
+        bases = next((part.bases for part in wide if part.bases is not None), None)
         U = None if bases is None else bases.outputs
         V = None if bases is None else bases.inputs
         like = self.parameter.detach()
@@ -93,6 +94,8 @@ class CapturedSite:
                 continue
             kept = self._kept.parts[at]
             width = tuple(kept.values.shape[1:])
+            if part in (SUM, SCALE) and kept.bases is not None:  # projected when it is written
+                width = (len(_basis(kept)),)
             if part in (SUMMARY, GROUPS) and kept.value_dims == 1:  # along, called several times
                 width = (*width, kept.keys.shape[1])
             if part == ALONG:
@@ -143,7 +146,9 @@ class CapturedSite:
         kept, values = self._kept.parts[at], next(left)
         if part not in (ALONG, LOOKUP):
             none = values.new_empty(samples, 0)
-            dims = 2 if part in (SUMMARY, GROUPS) else 1
+            if part in (SUM, SCALE) and kept.bases is not None:
+                values = (values @ _basis(kept).to(values))[..., None]
+            dims = 2 if part in (SUMMARY, GROUPS) else kept.value_dims
             return kept._replace(
                 keys=none, values=values, order=(samples, 1), key_dims=1, value_dims=dims
             )
@@ -153,10 +158,18 @@ class CapturedSite:
         return kept._replace(keys=keys.flatten(0, 1), values=values, order=(samples, each))
 
 
+def _basis(offset: Reduced) -> Tensor:
+    """What the sums of an offset are kept in."""
+    assert offset.bases is not None
+    assert offset.bases.outputs is not None
+    return offset.bases.outputs
+
+
 def _part_of(part: Reduced, site: Site) -> str:
     """What a tap computes, to give the records that a reducer gave of a site's rows."""
-    if part.bases is None:
-        return SCALE if form_named(site.terms[part.book].form).needs_keys else SUM
+    form = form_named(site.terms[part.book].form)
+    if not form.has_width:
+        return SCALE if form.needs_keys else SUM
     if not form_named(part.term.form).has_sides:
         return LOOKUP
     if part.value_dims == 2:

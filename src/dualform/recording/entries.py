@@ -49,7 +49,7 @@ class Entries:
             probed = probed[turns.diff(prepend=turns.new_tensor([-1])) > 0]
             if look.outputs is None or not fed or not len(probed):
                 continue
-            if all(feed.stream.bases and feed.stream.bases[1] for feed in fed):
+            if all(feed.stream.bases for feed in fed):
                 u = account.u[probed][:, columns].float()
                 shape = (len(probed), look.outputs.shape[1], -1)
                 self.accounts[f"{book}/accounts"] = [u.reshape(shape)]

@@ -17,22 +17,27 @@ ASKED = "keep='steps' was asked for"
 NOT_RECORDED = "layers= leaves it out"
 
 
+NUMBERS = 16 * 128
+"""A summary whose shape is chosen has at most so many numbers."""
+
+
 @dataclass(frozen=True)
 class Summaries:
     """One small matrix a sample and layer, in place of its rows; see `summaries`."""
 
-    outputs: int = 16
-    inputs: int = 128
+    shape: tuple[int, int] | None = None
+    """Outputs and inputs; None where each layer's shape is chosen from its first rows."""
     numbers: str = "int8"
-    offsets: str = "sums"
+    offsets: str = SUMMARIES
 
     @property
     def size(self) -> int:
-        """How many numbers a summary has."""
-        return self.outputs * self.inputs
+        """How many numbers a summary has, at most."""
+        return NUMBERS if self.shape is None else math.prod(self.shape)
 
     def __str__(self) -> str:
-        return f"summaries({self.outputs}, {self.inputs}, '{self.numbers}', '{self.offsets}')"
+        given = "" if self.shape is None else f"{self.shape[0]}, {self.shape[1]}, "
+        return f"summaries({given}numbers='{self.numbers}', offsets='{self.offsets}')"
 
 
 Policy: TypeAlias = str | Summaries
@@ -42,15 +47,20 @@ Keep: TypeAlias = Policy | Mapping[str, Policy]
 
 
 def summaries(
-    outputs: int = 16, inputs: int = 128, numbers: str = "int8", offsets: str = "sums"
+    outputs: int | None = None,
+    inputs: int | None = None,
+    numbers: str = "int8",
+    offsets: str = SUMMARIES,
 ) -> Summaries:
     """The policy to keep one matrix of `outputs` × `inputs` numbers for each sample and layer.
 
     A sample's rows in a layer (its tokens, or patches) are added up, and what they add to the
     weight is stored in two bases: the directions in which the layer's errors, and its inputs, vary
-    most. `numbers` is how a summary is stored: "int8", "half" or "rows" (32 bits). `offsets` says
-    what becomes of biases and normalizations: "sums" stores one exact sum a sample, and "steps" the
-    change that each step made. Steps take less, but explain no sample.
+    most. Without a size, each layer has the one that holds most of its first rows, of at most
+    2,048 numbers. `numbers` is how a summary is stored: "int8", "half" or "rows" (32 bits).
+    `offsets` says what becomes of biases and normalizations: "summaries" stores a sample's sum in a
+    basis of errors as well, "sums" stores it exactly, and "steps" the change that each step made.
+    Steps take least, but explain no sample.
 
     >>> import tempfile, torch, dualform
     >>> model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 3))
@@ -64,16 +74,28 @@ def summaries(
     >>> line.granularity, 0 < line.attributed < 1
     ('row', True)
     """
-    for side, count in (("outputs", outputs), ("inputs", inputs)):
-        if type(count) is not int or count < 1:
-            raise RecordingError(f"summaries({side}={count!r}) is no number of directions from 1.")
+    shape = None
+    if outputs is not None or inputs is not None:
+        for side, count in (("outputs", outputs), ("inputs", inputs)):
+            if count is None:
+                raise RecordingError(
+                    f"summaries was given one side of a size, and {side} is missing; give outputs "
+                    "and inputs, or neither: then each layer has a size that suits it."
+                )
+            if type(count) is not int or count < 1:
+                raise RecordingError(
+                    f"summaries({side}={count!r}) is no number of directions from 1."
+                )
+        assert outputs is not None
+        assert inputs is not None
+        shape = (outputs, inputs)
     if numbers not in (known := [codec.policy for codec in CODECS.values()]):
         raise RecordingError(f"summaries(numbers={numbers!r}) is unknown; there are {known}.")
-    if offsets not in (SUMS, STEPS):
+    if offsets not in (SUMMARIES, SUMS, STEPS):
         raise RecordingError(
-            f"summaries(offsets={offsets!r}) is unknown; there are 'sums', 'steps'."
+            f"summaries(offsets={offsets!r}) is unknown; there are 'summaries', 'sums', 'steps'."
         )
-    return Summaries(outputs, inputs, numbers, offsets)
+    return Summaries(shape, numbers, offsets)
 
 
 def policies() -> list[str]:
@@ -160,11 +182,13 @@ def refuse_needless(keep: Keep, shapes: Mapping[str, tuple[int, ...]]) -> None:
         taken |= own
         weights = {name: shapes[name] for name in sorted(own) if len(shapes[name]) > 1}
         sizes = {name: math.prod(shape) for name, shape in weights.items()}
-        if isinstance(policy, Summaries) and sizes and max(sizes.values()) <= policy.size:
+        if not isinstance(policy, Summaries) or policy.shape is None:
+            continue
+        if sizes and max(sizes.values()) <= policy.size:
             largest = sorted(weights, key=lambda name: -sizes[name])[:4]
             said = ", ".join(f"'{n}' ({'×'.join(map(str, weights[n]))})" for n in largest)
             raise RecordingError(
-                f"summaries({policy.outputs}, {policy.inputs}) has {policy.size:,} numbers, and no "
+                f"summaries{policy.shape} has {policy.size:,} numbers, and no "
                 f"weight that {pattern!r} matches has more; the largest are {said}. Give fewer "
                 "outputs and inputs, or keep these weights as 'rows'."
             )

@@ -46,6 +46,11 @@ class Look:
         return height * (1 if self.vectors is None else self.vectors.shape[1])
 
     @property
+    def is_column(self) -> bool:
+        """Whether the matrix has one column, as an offset does."""
+        return self.vectors is None or len(self.vectors) == 1
+
+    @property
     def kept(self) -> int:
         """How many numbers a step keeps of the gradient."""
         if self.vectors is not None and self.later:
@@ -142,8 +147,8 @@ def _probe_blocks(
 
 def _probe_in_bases(a: Tensor, inner: Tensor | None, segments: int) -> tuple[Tensor, Tensor]:
     """For rows of a book that is summarized: a along U, times what b gives along V."""
-    assert inner is not None
-    left, right = (t.reshape(segments, -1, t.shape[1]) for t in (a, inner[:, 0]))
+    b = a.new_ones(len(a), 1) if inner is None else inner[:, 0]
+    left, right = (t.reshape(segments, -1, t.shape[1]) for t in (a, b))
     sizes = torch.linalg.vector_norm(left, dim=2) * torch.linalg.vector_norm(right, dim=2)
     return (left.mT @ right).flatten(1), sizes.sum(1)
 

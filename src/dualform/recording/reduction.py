@@ -2,8 +2,8 @@
 
 `Reducer` does it for the rows of one site. A weight gets `S = Uᵀ (Σ e ⊗ x) V` of each sample, or
 where a sample has few rows, these rows along U and V. A table gets its errors along V, at their
-places, and an offset or a scale the sum over a sample's rows. Until the bases of a weight are
-known, its rows are kept as they are.
+places, and an offset or a scale the sum over a sample's rows, in a basis as well. Until the bases
+of a weight are known, its rows are kept as they are, and sums are kept whole.
 """
 
 from __future__ import annotations
@@ -11,26 +11,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-from dualform.layers import Site, expand, inner_products, sample_major
-from dualform.layers.conv import at_positions, patches
+from dualform.layers import Site, sample_major
 from dualform.ledger import Stream, Term
 from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases
-from dualform.recording.bases import MOST_ROWS, BookBases
-from dualform.recording.keep import ROWS, STEPS, Policy, Summaries
+from dualform.recording.bases import DIRECTIONS, OFFSET_DIRECTIONS, BookBases
+from dualform.recording.keep import ROWS, STEPS, SUMMARIES, Policy, Summaries
 from dualform.recording.pages import Order
 from dualform.recording.repeated import Reduced, Repeated, repeated
+from dualform.recording.use_rows import UseRows
 
-TRITON = find_spec("triton") is not None
-WIDEST = 8192
-"""Rows of more numbers than these are added up by torch's own operations."""
 LARGEST_IN_GROUPS = 8
 """Weights in groups are kept whole, if they have at most so many times the numbers of a summary."""
 
@@ -77,7 +72,7 @@ class Reducer:
         samples, stretch = order
         x = sample_major(keys[None], samples, stretch, self.site.key_dims)
         e = sample_major(values[None], samples, stretch, self.site.value_dims)
-        wide = _Wide(self.site, self.stream, x, e, samples, with_reach)
+        wide = UseRows(self.site, self.stream, x, e, samples, with_reach)
         found = []
         for book, term in self.site.terms.items():
             form = form_named(term.form)
@@ -100,8 +95,9 @@ class Reducer:
         return found
 
     def awaits_bases(self) -> bool:
-        """Whether a weight or a table has no bases yet."""
-        return any(book not in self.bases.found for book in self.large)
+        """Whether a weight, a table or an offset has no bases yet that it will have."""
+        awaited = [*self.large, *(book for book in self.site.terms if self._has_own_basis(book))]
+        return any(book not in self.bases.found for book in awaited)
 
     @property
     def large(self) -> list[str]:
@@ -117,7 +113,7 @@ class Reducer:
         height, width = matrix_shape(self.shapes[book], term.view, term.groups)
         return height * width <= self.policy.size or term.groups > 1
 
-    def _bases(self, book: str, term: Term, wide: _Wide) -> Bases | None:
+    def _bases(self, book: str, term: Term, wide: UseRows) -> Bases | None:
         """The bases of a weight, or of a table, whose height is kept whole."""
         height, width = matrix_shape(self.shapes[book], term.view, term.groups)
         if self._is_small(book, term):
@@ -130,12 +126,15 @@ class Reducer:
         if is_open:
             errors, inputs = wide.some()
             errors, inputs = _placed(errors, term.at[0], height), _placed(inputs, term.at[1], width)
-            return self.bases.of(book, self.policy, errors, inputs)
+            return self.bases.of(
+                book, self.policy, errors, inputs, self._offsets_along(term, height)
+            )
         assert known is not None
-        tall = known.outputs is None and height > self.policy.outputs
+        most = (2 if self.policy.shape is None else 1) * self.policy.size
+        tall = math.prod(known.size((height, width))) > most  # bases of a table that is read
         return None if tall and form_named(term.form).has_sides else known
 
-    def _weight(self, book: str, term: Term, wide: _Wide, bases: Bases) -> Reduced | None:
+    def _weight(self, book: str, term: Term, wide: UseRows, bases: Bases) -> Reduced | None:
         """A weight's summaries; or its rows along the bases, where these have fewer numbers.
 
         None for rows that are whole: they are kept as they are.
@@ -155,7 +154,7 @@ class Reducer:
         order = (wide.samples, wide.each)
         return Reduced(book, seen, x, e, order, 1, 1, bases, self.policy.numbers)
 
-    def _own(self, book: str, bases: Bases, term: Term, wide: _Wide) -> Bases:
+    def _own(self, book: str, bases: Bases, term: Term, wide: UseRows) -> Bases:
         """The bases as far as the block of a row reaches, in the type of the errors."""
         known = self._cast.get((book, wide.dtype))
         if known is None or known[0] is not bases:
@@ -164,7 +163,7 @@ class Reducer:
             known = self._cast[book, wide.dtype] = (bases, part.to(wide.dtype))
         return known[1]
 
-    def _summary(self, book: str, term: Term, wide: _Wide, bases: Bases) -> Reduced:
+    def _summary(self, book: str, term: Term, wide: UseRows, bases: Bases) -> Reduced:
         """(samples, k_o, k_i): `Uᵀ (Σ e ⊗ x) V` of each sample."""
         own, (top, left) = self._own(book, bases, term, wide), term.at
         if term.groups > 1:
@@ -191,121 +190,69 @@ class Reducer:
             "lookup", term.view, term.groups, (term.at[0], 0 if V is not None else term.at[1])
         )
         dims = (self.site.key_dims, 1)
-        return Reduced(book, at, keys, along, order, *dims, kept, self.policy.numbers)
+        numbers = ROWS if kept.is_whole else self.policy.numbers
+        return Reduced(book, at, keys, along, order, *dims, kept, numbers)
 
-    def _totals(self, book: str, term: Term, wide: _Wide) -> Reduced:
-        """(samples, numbers): what each sample adds to an offset or a scale."""
+    def _offsets_along(self, weight: Term, height: int) -> list[str]:
+        """The offsets that are kept along the errors of a weight."""
+        if self.policy.offsets != SUMMARIES:
+            return []
+        return [
+            book
+            for book, term in self.site.terms.items()
+            if self._is_offset(book) and not form_named(term.form).needs_keys
+            if self.shapes[book] == (height,) and term.at[0] == weight.at[0]
+        ]
+
+    def _is_offset(self, book: str) -> bool:
+        """Whether a book is a bias or a normalization."""
+        wide = form_named(self.site.terms[book].form).has_width
+        return not wide and len(self.shapes[book]) < 2
+
+    def _has_own_basis(self, book: str) -> bool:
+        """Whether an offset is kept in a basis of its own, unless it gets that of a weight."""
+        if self.policy.offsets != SUMMARIES or not self._is_offset(book):
+            return False
+        most = min(OFFSET_DIRECTIONS, (self.policy.shape or DIRECTIONS)[0])
+        beside_whole = [
+            other
+            for other, term in self.site.terms.items()
+            if form_named(term.form).has_width and self._is_small(other, term)
+        ]
+        return math.prod(self.shapes[book]) > most and not beside_whole
+
+    def _totals(self, book: str, term: Term, wide: UseRows) -> Reduced:
+        """(samples, numbers): what each sample adds to an offset or a scale; or that along U."""
         scaled = form_named(term.form).needs_keys
-        total = wide.products if scaled else wide.sums
+        bases = self._offset_bases(book, term, wide, scaled)
         reach = wide.reach(scaled) if wide.with_reach else None
-        none, at = total.new_empty(wide.samples, 0), Term("sum", term.view, term.groups, term.at)
-        return Reduced(book, at, none, total, (wide.samples, 1), 1, 1, None, ROWS, reach)
+        at = Term("sum", term.view, term.groups, term.at)
+        if bases is None:
+            total = wide.products if scaled else wide.sums
+            none = total.new_empty(wide.samples, 0)
+            return Reduced(book, at, none, total, (wide.samples, 1), 1, 1, None, ROWS, reach)
+        top, height = term.at[0], wide.sides(1)[0]
+        assert bases.outputs is not None
+        U = bases.outputs[top : top + height]
+        if scaled:
+            total = wide.products @ U.to(wide.products)
+        else:
+            total = wide.along_errors(U.to(wide.dtype)).sum(1)
+        if reach is not None:
+            reach = reach @ U.abs().to(reach)
+        none, at = total.new_empty(wide.samples, 0), replace(at, at=(0, 0))
+        order, numbers = (wide.samples, 1), self.policy.numbers
+        return Reduced(book, at, none, total[..., None], order, 1, 2, bases, numbers, reach)
 
-
-class _Wide:
-    """The rows of a use, sample after sample, as its reductions need them."""
-
-    def __init__(
-        self, site: Site, stream: Stream, x: Tensor, e: Tensor, samples: int, with_reach: bool
-    ) -> None:
-        self._stream, self._keys, self._values = stream, x, e
-        self.samples, self.with_reach = samples, with_reach
-        forms = [form_named(term.form) for term in site.terms.values()]
-        self._scaled = any(form.needs_keys and not form.has_width for form in forms)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the errors."""
-        return self._values.dtype
-
-    @property
-    def each(self) -> int:
-        """How many rows a sample has."""
-        return len(self._values) * self._positions // self.samples
-
-    @property
-    def _positions(self) -> int:
-        return math.prod(self._stream.values[1:]) if self._stream.layout else 1
-
-    @property
-    def errors(self) -> Tensor:
-        """(rows, height)."""
-        if not self._stream.layout:
-            return self._values
-        return at_positions(self._stream, self._values).flatten(0, 1)
-
-    @property
-    def rows(self) -> Tensor:
-        """(rows, width): the inputs; of a convolution its patches."""
-        return expand(self._stream, self._keys, None)[0]
-
-    def some(self) -> tuple[Tensor, Tensor]:
-        """Errors and inputs of some rows; the patches of a few records only."""
-        few = slice(None, None, max(1, len(self._values) * self._positions // MOST_ROWS))
-        if not self._stream.layout:
-            return self._values[few], self._keys[few]
-        errors = at_positions(self._stream, self._values[few])
-        return errors.flatten(0, 1), patches(self._stream, self._keys[few]).flatten(0, 1)
-
-    def sides(self, groups: int) -> tuple[int, int]:
-        """Height and width of the block that a row adds."""
-        if not self._stream.layout:
-            return self._values.shape[1], self._keys.shape[1] // groups
-        channels = self._stream.keys[0] // self._stream.layout["groups"]
-        return self._stream.values[0], channels * math.prod(self._stream.layout["kernel"])
-
-    @property
-    def sums(self) -> Tensor:
-        """(samples, height): the errors of each sample, added up."""
-        return self._totals[0]
-
-    @property
-    def products(self) -> Tensor:
-        """(samples, height): errors times inputs, number by number, added up."""
-        found = self._totals[1]
-        return self._added(self.rows * self.errors) if found is None else found
-
-    @cached_property
-    def _totals(self) -> tuple[Tensor, Tensor | None]:
-        e, x = self._values, self._keys
-        plain = self._scaled and not self._stream.layout and x.shape == e.shape
-        lies = e.is_cuda and e.is_contiguous() and x.is_contiguous() and e.shape[1] <= WIDEST
-        if not (plain and lies and TRITON):
-            return self._added(self.errors), None
-        from dualform.recording.kernels_sums import sample_sums
-
-        return sample_sums(self._by_sample(e), self._by_sample(x))
-
-    def reach(self, scaled: bool) -> Tensor:
-        """(height,): the sizes of all terms, added up."""
-        errors = self.errors.abs()
-        return self._added(errors * self.rows.abs() if scaled else errors).sum(0)
-
-    def _added(self, rows: Tensor) -> Tensor:
-        return self._by_sample(rows).sum(1, dtype=_at_least_32_bits(rows))
-
-    def along_errors(self, U: Tensor | None) -> Tensor:
-        """(samples, rows, k_o): errors in the directions of U."""
-        errors = self.errors
-        return self._by_sample(errors if U is None else errors @ U)
-
-    def along_inputs(self, V: Tensor | None) -> Tensor:
-        """(samples, rows, k_i): inputs in the directions of V."""
-        if V is None:
-            return self._by_sample(self.rows.to(self._values))
-        keys = self._keys.to(self._values)
-        if not self._stream.layout:
-            return self._by_sample(keys @ V)
-        return self._by_sample(inner_products(self._stream, keys, V)[:, 0])
-
-    def by_groups(self, groups: int) -> Tensor:
-        """(samples, height, width): the whole gradient of each sample, group by group."""
-        e, x = self._by_sample(self.errors), self._by_sample(self.rows.to(self._values))
-        split = [t.reshape(*t.shape[:2], groups, -1) for t in (e, x)]
-        return torch.einsum("npgo,npgi->ngoi", *split).flatten(1, 2)
-
-    def _by_sample(self, rows: Tensor) -> Tensor:
-        return rows.reshape(self.samples, -1, rows.shape[-1])
+    def _offset_bases(self, book: str, term: Term, wide: UseRows, scaled: bool) -> Bases | None:
+        """The basis of an offset or a scale; None while it is not known, or where there is none."""
+        known = self.bases.found.get(book)
+        if self._has_own_basis(book) and (known is None or book in self.bases.stale):
+            errors, inputs = wide.some()
+            rows = errors * inputs if scaled else errors
+            rows = _placed(rows, term.at[0], math.prod(self.shapes[book]))
+            return self.bases.of(book, self.policy, rows, None, at_once=wide.with_reach)
+        return known
 
 
 def reducer_for(
@@ -337,10 +284,6 @@ def reducer_for(
 def _placed(rows: Tensor, start: int, size: int) -> Tensor:
     """Rows of a block in the width of the whole."""
     return torch.nn.functional.pad(rows, (start, size - start - rows.shape[-1]))
-
-
-def _at_least_32_bits(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def kept_records(

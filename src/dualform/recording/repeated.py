@@ -48,6 +48,8 @@ class Repeated(NamedTuple):
     """Shapes of keys and values, their type, and the order of rows."""
     like: Reduced
     """The last record, without its summaries."""
+    offsets: tuple[Reduced, ...]
+    """Those of offsets that are kept along the same errors."""
     U: Tensor
     V: Tensor
     together: tuple[int, int] = (1, 1)
@@ -69,7 +71,8 @@ class Repeated(NamedTuple):
                 (keys, self.V, self.together[1]),
             )
         )
-        return [like._replace(values=a.mT @ b)]
+        offsets = [offset._replace(values=a.sum(1)[..., None]) for offset in self.offsets]
+        return [like._replace(values=a.mT @ b), *offsets]
 
 
 def repeated(
@@ -83,20 +86,24 @@ def repeated(
     """How the next use can be reduced, after one of which these records were made.
 
     `own` are the bases as far as a row reaches, in the type of the errors. None where the records
-    are more than one summary a sample, or rows have to be sorted first.
+    are more than one summary a sample and its offsets along U, or rows have to be sorted first.
     """
-    part, *others = found
+    part, *offsets = found
     bases, (samples, stretch) = part.bases, order
-    if others or stream.layout or part.value_dims != 2 or part.term.groups > 1:
+    if stream.layout or part.value_dims != 2 or part.term.groups > 1:
         return None
     if bases is None or own.outputs is None or own.inputs is None or keys.dtype != values.dtype:
+        return None
+    if any(other.bases is None or other.bases.outputs is not bases.outputs for other in offsets):
         return None
     rows = values.numel() // values.shape[-1]
     if samples * stretch != rows:
         return None
     (U, errors), (V, inputs) = aligned(own.outputs, rows), aligned(own.inputs, rows)
     shape = (keys.shape, values.shape, values.dtype, order)
-    return Repeated(shape, part._replace(values=part.values[:0]), U, V, (errors, inputs))
+    like = part._replace(values=part.values[:0])
+    along = tuple([other._replace(values=other.values[:0], reach=None) for other in offsets])
+    return Repeated(shape, like, along, U, V, (errors, inputs))
 
 
 def aligned(basis: Tensor, rows: int) -> tuple[Tensor, int]:

@@ -76,6 +76,7 @@ class Watch:
         self.automatic = Automatic(dict.fromkeys(parameters, ROWS) if keep is None else keep)
         """What is kept of layers where that is left to the recorder."""
         summarized = BookBases() if bases is None else bases
+        self._tables = summarized.tables
         self.rows = RowWriter(
             parameters, known, states, self.owners, split, step, self.automatic, summarized
         )
@@ -227,6 +228,8 @@ class Watch:
                 self._uses += 1
                 if self.automatic.is_open:
                     self.automatic.expect(use)
+                if isinstance(use, Use):
+                    self._tables.update(use.site.tables)
                 if seen is None and self._is_by_step(use):
                     return None
                 hook = when_errors_come(use, partial(self._backward, use, batch, self._uses, seen))

@@ -176,8 +176,8 @@ class Coordinates:
         term, bases = self.book.terms[stream.name], self.bases[stream.name]
         if bases is None:
             rows = form_named(term.form).rows(keys, values, term.groups, term.at)
-            assert rows.b is not None
-            return self._placed(rows, self.width.rows(rows.b, rows.at[1]), None)
+            b = rows.a.new_ones(len(rows), 1) if rows.b is None else rows.b
+            return self._placed(rows, self.width.rows(b, rows.at[1]), None)
         kept = summary_sides(stream, term, keys, values, bases).kept
         if isinstance(kept, Matrices):
             sides = (self.height.of_basis(bases.outputs), self.width.of_basis(bases.inputs))
