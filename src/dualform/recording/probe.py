@@ -100,7 +100,7 @@ def probe_rows(
     if stream.bases and stream.bases[0]:  # along U already
         return _probe_in_bases(a, inner, len(records.counts))
     sizes = records.sizes if a is records.values else None
-    if inner is not None:
+    if inner is not None or look.outputs is not None:
         return _probe_blocks(term, a, inner, len(records.counts), look, sizes)
     asked = (term, look.rows.start, look.rows.stop, look.numbers)
     if asked not in records.known:
