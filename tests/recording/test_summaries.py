@@ -271,6 +271,20 @@ def test_reads_add_up_and_name_the_attributed_share(optimizer: str, tmp_path: Pa
     assert run.audit().books[0].attributed < 1
 
 
+@pytest.mark.parametrize(("model", "height"), [("mlp", 15), ("tokens", 15), ("conv", 8)])
+def test_layers_that_are_whole_on_their_outputs_are_held_against_gradients(
+    model: str, height: int, tmp_path: Path
+) -> None:
+    """With a basis of inputs only, the gradient in it is `G V`."""
+    train(tmp_path / "run", model, "adamw", summaries(height, 4, "rows"))
+    ledger = Ledger(tmp_path / "run")
+    sides = {s.bases for s in ledger.info.streams if s.bases and s.bases[1]}
+    assert sides
+    assert all(not outputs for outputs, _ in sides)
+    for line in opened(tmp_path / "run").audit().books:
+        assert line.remainder < 2e-5, line
+
+
 def test_few_rows_a_sample_are_kept_along_the_bases(tmp_path: Path) -> None:
     """A sample of one row takes k_o + k_i numbers, not k_o × k_i."""
     train(tmp_path / "run", "mlp", "momentum", summaries(4, 8))

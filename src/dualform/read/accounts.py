@@ -80,14 +80,16 @@ class EntrySum(Fold[Tensor]):
     def fold(self, partial: Tensor, shard: ShardRange) -> Tensor:
         """Adds the entries of a shard."""
         for stream in self.fed_by:
-            form = form_named(self.book.terms[stream.name].form)
+            form, top = form_named(self.book.terms[stream.name].form), 0
+            if not (stream.bases and stream.bases[0]):  # rows of a block, at its place
+                top = self.book.terms[stream.name].at[0]
             for chunk in chunks(shard, stream):
                 values = chunk.values.double()
                 if not form.has_sides:
                     place = chunk.keys[:, 0] + self.book.terms[stream.name].at[0]
                     partial += self._outputs(shard)[place].double().T @ values
                 elif math.prod(stream.keys):
-                    partial += values.T @ chunk.keys.double()
+                    partial[top : top + values.shape[1]] += values.T @ chunk.keys.double()
                 else:
                     values = values.abs() if self.sizes else values
                     partial += values.sum(0).reshape(self.size)

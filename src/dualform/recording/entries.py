@@ -47,11 +47,12 @@ class Entries:
             probed = torch.nonzero(account.active[:, columns.start]).flatten()
             turns = (probed + self.first) // ACCOUNTED
             probed = probed[turns.diff(prepend=turns.new_tensor([-1])) > 0]
-            if look.outputs is None or not fed or not len(probed):
+            if not look.in_bases or not fed or not len(probed):
                 continue
             if all(feed.stream.bases for feed in fed):
+                assert look.vectors is not None
                 u = account.u[probed][:, columns].float()
-                shape = (len(probed), look.outputs.shape[1], -1)
+                shape = (len(probed), -1, look.vectors.shape[1])
                 self.accounts[f"{book}/accounts"] = [u.reshape(shape)]
                 self.accounts[f"{book}/account_steps"] = [probed + self.first]
 

@@ -106,22 +106,33 @@ class GradientProbes:
         chosen = slice(first, min(first + rows, height))
         bases = self._bases.found.get(name)
         if bases is not None:
-            return self._in_bases(bases, parameter, chosen, (height, width))
+            is_table = not form_named(term.form).has_sides
+            return self._in_bases(bases, parameter, chosen, (height, width), is_table)
         if name not in self._vectors:
             self._vectors[name] = None if term.view == "flat" else self._random(name, height, width)
         later = form_named(term.form).is_product and calls_are_dear(parameter)
         return Look(chosen, self._vectors[name], later, partial=rows < height)
 
     def _in_bases(
-        self, bases: Bases, parameter: Tensor, rows: slice, shape: tuple[int, int]
+        self,
+        bases: Bases,
+        parameter: Tensor,
+        rows: slice,
+        shape: tuple[int, int],
+        is_table: bool,
     ) -> Look:
-        """The look of a book that is summarized: its gradient in the bases."""
+        """The look of a book that is summarized: its gradient in the bases.
+
+        A table has too many places: only some of them are looked at.
+        """
         V = torch.eye(shape[1]) if bases.inputs is None else bases.inputs
-        vectors = V.to(parameter.device, parameter.dtype)
-        if bases.outputs is None:
+        vectors, whole = V.to(parameter.device, parameter.dtype), slice(0, shape[0])
+        if bases.outputs is None and is_table:
             return Look(rows, vectors, partial=rows.stop - rows.start < shape[0])
+        if bases.outputs is None:
+            return Look(whole, vectors, partial=False, in_bases=True)
         U = bases.outputs.to(parameter.device, parameter.dtype)
-        return Look(slice(0, shape[0]), vectors, partial=False, outputs=U)
+        return Look(whole, vectors, partial=False, outputs=U, in_bases=True)
 
     def _random(self, name: str, height: int, width: int) -> Tensor:
         generator = torch.Generator().manual_seed(self._plan.columns[name])  # not the user's

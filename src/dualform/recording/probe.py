@@ -38,6 +38,8 @@ class Look:
     """Whether the matrix has other rows as well."""
     outputs: Tensor | None = None
     """U of a book that is summarized, (height, directions): `vectors` is V, and `u = Uᵀ G V`."""
+    in_bases: bool = False
+    """Whether `u` is the whole gradient in the book's bases, so that entries must add up to it."""
 
     @property
     def numbers(self) -> int:
