@@ -118,7 +118,7 @@ def _overwriting(results: Results) -> Iterator[str]:
     each = ", ".join(f"{t} until step {e:,}" for t, e in zip(taken, ends, strict=True))
     yield (
         f"Through the whole network, digits built up {built} of the output of test digits for "
-        f"their class; garments then added {each}."
+        f"their class; garments then changed it by {each}."
     )
     first = results.layers[0]
     shares = [
@@ -178,9 +178,26 @@ def _margins(results: Results) -> Iterator[str]:
         yield (
             f"Digits that are {name} at step {end:,}: their margins changed by {change}. Garments "
             f"with the rival's output have {parts[0]} of it, garments with the digit's own output "
-            f"{parts[1]}, other garments {parts[2]}: classes pull against each other, and what "
-            f"counts is the small difference. For {strongest} % of these digits, the garments "
-            "with the rival's output take most."
+            f"{parts[1]}, other garments {parts[2]}. For {strongest} % of these digits, the "
+            "garments with the rival's output take most."
+        )
+    yield from _balance(results, end)
+
+
+def _balance(results: Results, end: int) -> Iterator[str]:
+    """Whether it is the balance of both pulls that tells forgotten digits from kept ones."""
+    both = [
+        [sum(one[name]["culprits"][part] for part in CULPRITS[:2]) for name in (FORGOTTEN, KEPT)]
+        for one in results.ends(end)
+        if one[FORGOTTEN]["of"] and one[KEPT]["of"]
+    ]
+    gap = estimate(kept - lost for lost, kept in both)
+    if differs(gap) and gap.mean > 0:
+        lost, kept = (estimate(side) for side in zip(*both, strict=True))
+        yield (
+            "The balance of both pulls tells forgotten digits from kept ones: garments with the "
+            f"digit's own output and with its rival's add {lost} together where it was forgotten, "
+            f"and {kept} where it was kept; with the same seed the difference is {gap}."
         )
 
 

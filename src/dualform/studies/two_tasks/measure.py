@@ -158,7 +158,9 @@ class Measurement:
     def _examples(self, before: Run, after: Run) -> list[dict[str, Any]]:
         """Forgotten digits that are taken for different classes, and what took them."""
         _, lost, rivals = next(self._outcomes(before, after))
-        chosen = first_of_each(rivals, 1)[:EXAMPLES] if len(lost) else rivals
+        if not len(lost):
+            return []
+        chosen = first_of_each(rivals, 1)[:EXAMPLES]
         images, own = lost[chosen], self._images(lost[chosen])
         names = images.tolist()
         return examples(before, after, self._model(after), own, rivals[chosen], names)

@@ -120,7 +120,8 @@ def _attention(plt: Any, results: Results) -> Any:
             axes.set_xticks(range(len(visits)), [n.replace(", ", "\n") for n in results.reads])
             axes.set_ylim(0, 105)
             _clean(axes, f"test {test}: {title}", y="to digits, %")
-    grid[1, 1].legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
+    handles = grid[1, 1].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, fontsize=9, loc="outside lower center", ncols=5)
     return figure
 
 
@@ -146,8 +147,15 @@ def _classes(plt: Any, results: Results) -> Any:
         axes.axhline(OUTPUTS - 0.5, color=INK, linewidth=0.8)
         axes.axvline(OUTPUTS - 0.5, color=INK, linewidth=0.8)
         _clean(axes, title, "test class", "training class" if axes is grid[0] else "")
-    figure.colorbar(image, ax=grid, shrink=0.8, label="share of the attention, %")
+    _scale(figure, image, grid, "share of the attention, %")
     return figure
+
+
+def _scale(figure: Any, image: Any, axes: Any, label: str) -> None:
+    """What the colors of a heat map mean."""
+    bar = figure.colorbar(image, ax=axes, shrink=0.8)
+    bar.set_label(label, fontsize=9, color=INK)
+    bar.ax.tick_params(labelsize=8, color=FAINT, labelcolor=INK)
 
 
 def _timeline(plt: Any, results: Results) -> Any:
@@ -161,7 +169,13 @@ def _timeline(plt: Any, results: Results) -> Any:
     _clean(left, "What steps added, read at their phase's end", "step", "output for the true class")
     reads = np.stack([_of_last_layer(one, end) for one in results.sequences])
     color = SHADES[2]
-    _band(middle, np.arange(end + 1), reads, color, f"layer {results.layers[-1]}")
+    _band(
+        middle,
+        np.arange(end + 1),
+        reads,
+        color,
+        f"layer {results.layers[-1]}: weights before training, then steps",
+    )
     _clean(middle, f"The last layer, read at step {end:,}", "step", "")
     middle.sharey(left)
     for task in TASKS:
@@ -220,7 +234,7 @@ def _forgotten(plt: Any, results: Results) -> Any:
     left.set_xticks(range(OUTPUTS), GARMENTS, rotation=45, ha="right")
     names = [f"{k} ({garment})" for k, garment in enumerate(GARMENTS)]
     left.set_yticks(range(OUTPUTS), names)
-    figure.colorbar(image, ax=left, shrink=0.8, label="change of the margin, mean")
+    _scale(figure, image, left, "change of the margin, mean")
     _clean(left, "Margin against the output it is taken for", "training garments", "taken for")
     layers = results.layers
     for at, layer in enumerate(layers):
@@ -229,7 +243,7 @@ def _forgotten(plt: Any, results: Results) -> Any:
         right.plot([at] * len(values), values, "o", color=INK, markersize=3)
     right.axhline(0, color=INK, linewidth=0.8)
     right.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
-    _clean(right, f"By layer, from the switch to step {end:,}", "", "change of the margin")
+    _clean(right, f"Change of the margin by layer, until step {end:,}")
     return figure
 
 

@@ -26,11 +26,12 @@ BOUND = 1e-5
 def attended(part: Sequence[Sequence[float]], training: str, test: str) -> float:
     """What test images of a task give to training images of a task, mean over their classes.
 
-    >>> part = np.full((20, 20), 0.05)
-    >>> round(attended(part, "digits", "garments"), 9)
+    It is rounded to what sums in float64 are good for.
+
+    >>> attended(np.full((20, 20), 0.05), "digits", "garments")
     0.5
     """
-    return float(np.array(part)[SIDES[training], SIDES[test]].sum(0).mean())
+    return round(float(np.array(part)[SIDES[training], SIDES[test]].sum(0).mean()), 9)
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,13 @@ class Results:
         """What was overwritten until a step, of each seed."""
         return [one["ends"][str(end)] for one in self.sequences]
 
-    def outcomes(self, part: Callable[[dict[str, Any]], float]) -> list[Estimate]:
-        """Something of the digits that were forgotten, and kept, at each end."""
-        found = []
+    def outcomes(self, part: Callable[[dict[str, Any]], float]) -> list[Estimate | None]:
+        """Something of the digits that were forgotten, and kept, at each end; None without any."""
+        found: list[Estimate | None] = []
         for end in self.setting.ends:
             for name in (FORGOTTEN, KEPT):
-                own = [one[name] for one in self.ends(end)]
-                found.append(estimate(part(one) for one in own if one["of"]))
+                values = [part(one[name]) for one in self.ends(end) if one[name]["of"]]
+                found.append(estimate(values) if values else None)
         return found
 
     def tables(self) -> tuple[NumberTable, ...]:

@@ -126,7 +126,12 @@ def load_tasks(data: Path, setting: Setting) -> tuple[Tasks, Tasks]:
                 f"there are {len(part)} training images of {task}, fewer than the "
                 f"{setting.training.batch} of a batch; is --data right?"
             )
-    return Tasks(*train), Tasks(*(test for _, test in loaded))
+    tests = Tasks(*(test for _, test in loaded))
+    missing = set(range(len(GROUPS))) - set(tests.groups.tolist())
+    if missing:
+        names = ", ".join(GROUPS[group] for group in sorted(missing))
+        raise ReadingError(f"there is no test image of {names}; is --data right?")
+    return Tasks(*train), tests
 
 
 def first_of_each(groups: Tensor, count: int) -> Tensor:
