@@ -22,14 +22,20 @@ from dualform.cli import cli
 from dualform.errors import ReadingError
 from dualform.studies.classifiers import Training, train
 from dualform.studies.report import Report, read_tables
-from dualform.studies.two_tasks import SETTINGS, Setting, paper_model, run_study, small_model
-from dualform.studies.two_tasks.attention import NETWORK, Queries, attention
+from dualform.studies.two_tasks import (
+    SETTINGS,
+    TwoTasksSetting,
+    paper_model,
+    run_study,
+    small_model,
+)
+from dualform.studies.two_tasks.attention import NETWORK, ImageQueries, attention
 from dualform.studies.two_tasks.change import by_group, change_between
-from dualform.studies.two_tasks.measure import Measurement
+from dualform.studies.two_tasks.measure import TwoTasksMeasurement
 from dualform.studies.two_tasks.overwriting import changes_between
 from dualform.studies.two_tasks.tasks import Tasks, load_tasks
 
-TINY = Setting(
+TINY = TwoTasksSetting(
     Training(widths=(16, 12, 10), batch=20, rate=0.1),
     images=80,
     switch=12,
@@ -70,7 +76,7 @@ def tasks(data: Path) -> Tasks:
     return load_tasks(data, TINY)[0]
 
 
-def study(data: Path, out: Path, setting: Setting = TINY, seeds: int = 2) -> Report:
+def study(data: Path, out: Path, setting: TwoTasksSetting = TINY, seeds: int = 2) -> Report:
     return run_study(data, setting, seeds, "cpu", out, LOOK)
 
 
@@ -144,7 +150,7 @@ def test_attention_is_that_of_plain_sums(tasks: Tasks, tmp_path: Path) -> None:
     training = replace(TINY.training, steps=20)
     run, model = trained(tasks, training, tmp_path / "run")
     chosen = torch.tensor([*range(10), *range(80, 90)])
-    queries = Queries(tasks.images.inputs()[chosen], tasks.groups[chosen])
+    queries = ImageQueries(tasks.images.inputs()[chosen], tasks.groups[chosen])
     found = attention(run, model, queries, queries, dict(enumerate(tasks.groups.tolist())))
 
     seen = torch.cat([*islice(tasks.in_sequence(TINY.switch, 20, seed=0), 20)])
@@ -169,7 +175,7 @@ def test_a_layer_is_asked_along_the_gradient(tasks: Tasks, tmp_path: Path) -> No
     """In units of the output: what it gives, and the bias of what follows, are the output."""
     run, model = trained(tasks, replace(TINY.training, steps=20), tmp_path / "run")
     chosen = torch.tensor([*range(10), *range(80, 90)])
-    queries = Queries(tasks.images.inputs()[chosen], tasks.groups[chosen])
+    queries = ImageQueries(tasks.images.inputs()[chosen], tasks.groups[chosen])
     found = attention(run, model, queries, queries, dict(enumerate(tasks.groups.tolist())))
     last = model.get_submodule("2")
     assert isinstance(last, nn.Linear)
@@ -247,18 +253,18 @@ def test_the_first_sequence_stays_for_the_explorer(report: tuple[Report, Path]) 
 def test_an_interrupted_study_goes_on(
     data: Path, tmp_path: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Measurement.in_sequence
+    whole = TwoTasksMeasurement.in_sequence
 
-    def fails(self: Measurement, seed: int) -> dict[str, Any]:
+    def fails(self: TwoTasksMeasurement, seed: int) -> dict[str, Any]:
         if seed == 1:
             raise KeyboardInterrupt
         return whole(self, seed)
 
-    monkeypatch.setattr(Measurement, "in_sequence", fails)
+    monkeypatch.setattr(TwoTasksMeasurement, "in_sequence", fails)
     with pytest.raises(KeyboardInterrupt):
         study(data, tmp_path)
     monkeypatch.undo()
-    monkeypatch.setattr(Measurement, "together", fails)  # that of seed 1 is kept
+    monkeypatch.setattr(TwoTasksMeasurement, "together", fails)  # that of seed 1 is kept
     again = study(data, tmp_path)
     assert [table.markdown() for table in again.tables] == [
         table.markdown() for table in report[0].tables

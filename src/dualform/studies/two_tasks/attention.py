@@ -20,7 +20,7 @@ NETWORK = "network"
 
 
 @dataclass(frozen=True)
-class Queries:
+class ImageQueries:
     """Test images that are asked about, as the model takes them, and their classes."""
 
     x: Tensor
@@ -59,7 +59,11 @@ def sensitivities(model: nn.Module, x: Tensor, outputs: Tensor) -> dict[str, Ten
 
 
 def attention(
-    run: Run, model: nn.Module, queries: Queries, explained: Queries, groups: Mapping[int, int]
+    run: Run,
+    model: nn.Module,
+    queries: ImageQueries,
+    explained: ImageQueries,
+    groups: Mapping[int, int],
 ) -> dict[str, Any]:
     """What each layer, and the network, make of some queries: by the classes of both sides.
 
@@ -84,7 +88,7 @@ def attention(
 
 
 def _shares(
-    values: Array, check: Check, classes: NDArray[np.int64], queries: Queries
+    values: Array, check: Check, classes: NDArray[np.int64], queries: ImageQueries
 ) -> dict[str, Any]:
     """What contributions (samples, queries) come to, by the classes of both sides.
 
@@ -113,7 +117,7 @@ def _summed(values: Array, classes: NDArray[np.int64]) -> Array:
     return sums
 
 
-def _between(values: Array, queries: Queries) -> list[list[float]]:
+def _between(values: Array, queries: ImageQueries) -> list[list[float]]:
     """(lines, classes): means over the queries of each class."""
     groups = queries.groups.numpy()
     found = [values[:, groups == group].mean(1) for group in range(len(GROUPS))]

@@ -11,11 +11,11 @@ from dualform.studies.estimate import Estimate, estimate
 from dualform.studies.two_tasks.attention import NETWORK
 from dualform.studies.two_tasks.measure import FORGOTTEN, KEPT
 from dualform.studies.two_tasks.overwriting import CULPRITS
-from dualform.studies.two_tasks.results import Results, attended, digits_part, garments_part
+from dualform.studies.two_tasks.results import TwoTasksResults, attended, digits_part, garments_part
 from dualform.studies.two_tasks.tasks import OUTPUTS
 
 
-def findings(results: Results) -> tuple[str, ...]:
+def findings(results: TwoTasksResults) -> tuple[str, ...]:
     """All of them, in the order of the questions."""
     return (
         *_forgetting(results),
@@ -38,7 +38,7 @@ def differs(found: Estimate, other: float = 0.0) -> bool:
     return abs(found.mean - other) > found.interval
 
 
-def _forgetting(results: Results) -> Iterator[str]:
+def _forgetting(results: TwoTasksResults) -> Iterator[str]:
     (_, _), (_, at_switch), *later = results.reads.items()
     before = estimate((r["accuracy"]["digits"] for r in at_switch), 100)
     after = [estimate((r["accuracy"]["digits"] for r in reads), 100) for _, reads in later]
@@ -49,7 +49,7 @@ def _forgetting(results: Results) -> Iterator[str]:
     )
 
 
-def _telling_apart(results: Results) -> Iterator[str]:
+def _telling_apart(results: TwoTasksResults) -> Iterator[str]:
     """By how many points of 100 digits' share differs between test digits and test garments."""
     for measure, title in (("keys", "keys only"), ("sizes", "exact contributions")):
         gaps = {
@@ -73,19 +73,18 @@ def _telling_apart(results: Results) -> Iterator[str]:
         )
 
 
-def _signed(results: Results) -> Iterator[str]:
+def _signed(results: TwoTasksResults) -> Iterator[str]:
     found = [one["attention"][NETWORK]["signed"] for one in results.together]
     for task, other in (("digits", "garments"), ("garments", "digits")):
         own, cross = (estimate(attended(f, side, task) for f in found) for side in (task, other))
-        does = "nothing that is sure" if not differs(cross) else f"{cross.mean:+.3g}"
+        unsure = "" if differs(cross) else ", which may be nothing"
         yield (
             f"Trained together, with signs and through the whole network, {task} add {own} to the "
-            f"outputs of test {task} for their class, and {other} {does} (interval "
-            f"± {cross.interval:.2g})."
+            f"outputs of test {task} for their class, and {other} add {cross}{unsure}."
         )
 
 
-def _after_the_switch(results: Results) -> Iterator[str]:
+def _after_the_switch(results: TwoTasksResults) -> Iterator[str]:
     setting, last = results.setting, results.layers[-1]
     end = max(setting.ends)
     visits = 100 * setting.switch / end
@@ -111,7 +110,7 @@ def _after_the_switch(results: Results) -> Iterator[str]:
         )
 
 
-def _overwriting(results: Results) -> Iterator[str]:
+def _overwriting(results: TwoTasksResults) -> Iterator[str]:
     built, *_ = results.stages(digits_part)
     _, *taken = results.stages(garments_part)
     ends = results.setting.ends
@@ -135,7 +134,7 @@ def _overwriting(results: Results) -> Iterator[str]:
     yield f"Of the change after the switch, layer {first} has {each}."
 
 
-def _last_layer(results: Results) -> Iterator[str]:
+def _last_layer(results: TwoTasksResults) -> Iterator[str]:
     last, end = results.layers[-1], max(results.setting.ends)
     changes: dict[str, Estimate] = {}
     for name, part in (("digits", _of_digits), ("garments", _of_garments), ("output", _of_output)):
@@ -165,7 +164,7 @@ def _of_output(found: dict[str, Any]) -> float:
     return float(np.mean(found["total"][:OUTPUTS]))
 
 
-def _margins(results: Results) -> Iterator[str]:
+def _margins(results: TwoTasksResults) -> Iterator[str]:
     end = max(results.setting.ends)
     for name in (FORGOTTEN, KEPT):
         own = [one[name] for one in results.ends(end) if one[name]["of"]]
@@ -184,7 +183,7 @@ def _margins(results: Results) -> Iterator[str]:
     yield from _balance(results, end)
 
 
-def _balance(results: Results, end: int) -> Iterator[str]:
+def _balance(results: TwoTasksResults, end: int) -> Iterator[str]:
     """Whether it is the balance of both pulls that tells forgotten digits from kept ones."""
     both = [
         [sum(one[name]["culprits"][part] for part in CULPRITS[:2]) for name in (FORGOTTEN, KEPT)]
@@ -201,7 +200,7 @@ def _balance(results: Results, end: int) -> Iterator[str]:
         )
 
 
-def _momentum(results: Results) -> Iterator[str]:
+def _momentum(results: TwoTasksResults) -> Iterator[str]:
     _, *carried = results.stages(digits_part)
     if differs(carried[-1]):
         yield (

@@ -18,14 +18,14 @@ import dualform
 from dualform.read import Run, open_run
 from dualform.studies.classifiers import train
 from dualform.studies.parts import Found
-from dualform.studies.two_tasks.attention import Queries, attention
+from dualform.studies.two_tasks.attention import ImageQueries, attention
 from dualform.studies.two_tasks.overwriting import examples, margins, stage
 from dualform.studies.two_tasks.tasks import (
     GROUPS,
     OUTPUTS,
     TASKS,
-    Setting,
     Tasks,
+    TwoTasksSetting,
     first_of_each,
 )
 
@@ -40,10 +40,10 @@ FORGOTTEN, KEPT = "forgotten", "kept"
 
 
 @dataclass(frozen=True)
-class Measurement:
+class TwoTasksMeasurement:
     """Trains, reads, and takes runs away again, but for that of the first sequence."""
 
-    setting: Setting
+    setting: TwoTasksSetting
     tasks: Tasks
     tests: Tasks
     device: str
@@ -196,14 +196,14 @@ class Measurement:
             found: Tensor = model(self._inputs).cpu()
         return found
 
-    def _queries(self, count: int, digits: bool = False) -> Queries:
+    def _queries(self, count: int, digits: bool = False) -> ImageQueries:
         """So many test images of each class (of digits only)."""
         groups = self.tests.digits.y if digits else self.tests.groups
         return self._images(first_of_each(groups, count))
 
-    def _images(self, chosen: Tensor) -> Queries:
+    def _images(self, chosen: Tensor) -> ImageQueries:
         """Some test images."""
-        return Queries(self._inputs[chosen.to(self.device)], self.tests.groups[chosen])
+        return ImageQueries(self._inputs[chosen.to(self.device)], self.tests.groups[chosen])
 
     @cached_property
     def _inputs(self) -> Tensor:

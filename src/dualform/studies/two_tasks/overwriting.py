@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualform.read import Run
 from dualform.read.grouping import BySample, ByStep
 from dualform.read.scores import Array
-from dualform.studies.two_tasks.attention import Queries
+from dualform.studies.two_tasks.attention import ImageQueries
 from dualform.studies.two_tasks.change import by_group, by_layer, change_between
 from dualform.studies.two_tasks.tasks import GROUPS, OUTPUTS
 
@@ -84,7 +84,7 @@ def changes_between(
 
 
 def stage(
-    early: Run, late: Run, model: nn.Module, digits: Queries, groups: Mapping[int, int]
+    early: Run, late: Run, model: nn.Module, digits: ImageQueries, groups: Mapping[int, int]
 ) -> dict[str, Any]:
     """How the output of test digits for their class changed between two steps, on average."""
     own, labels = digits.outputs.numpy(), digits.outputs[:, None]
@@ -106,7 +106,7 @@ def margins(
     early: Run,
     late: Run,
     model: nn.Module,
-    digits: Queries,
+    digits: ImageQueries,
     rivals: Tensor,
     groups: Mapping[int, int],
 ) -> dict[str, Any]:
@@ -140,7 +140,12 @@ def margins(
 
 
 def examples(
-    early: Run, late: Run, model: nn.Module, digits: Queries, rivals: Tensor, names: Sequence[int]
+    early: Run,
+    late: Run,
+    model: nn.Module,
+    digits: ImageQueries,
+    rivals: Tensor,
+    names: Sequence[int],
 ) -> list[dict[str, Any]]:
     """For a few digits, the training images that took most of their margin.
 

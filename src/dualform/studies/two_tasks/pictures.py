@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dualform.errors import ReadingError
 from dualform.read.scores import Array
 from dualform.studies.data import DIGITS, GARMENTS
+from dualform.studies.drawing import pyplot
 from dualform.studies.report import Picture
 from dualform.studies.two_tasks.attention import NETWORK
 from dualform.studies.two_tasks.measure import FORGOTTEN
 from dualform.studies.two_tasks.overwriting import SHOWN
-from dualform.studies.two_tasks.results import Results
+from dualform.studies.two_tasks.results import TwoTasksResults
 from dualform.studies.two_tasks.tasks import GROUPS, OUTPUTS, TASKS, Tasks
 
 INK, FAINT = "#222222", "#d9d9d9"
@@ -26,7 +26,7 @@ SHADES = ("#9ecae1", "#4292c6", "#08519c", "#3a8f5c")
 NAMES = (*DIGITS, *GARMENTS)
 
 
-def draw(results: Results, tasks: Tasks, tests: Tasks, out: Path) -> tuple[Picture, ...]:
+def draw(results: TwoTasksResults, tasks: Tasks, tests: Tasks, out: Path) -> tuple[Picture, ...]:
     """Writes all pictures into a folder."""
 
     def examples(plt: Any) -> Any:
@@ -64,25 +64,12 @@ def draw(results: Results, tasks: Tasks, tests: Tasks, out: Path) -> tuple[Pictu
                 examples,
             ),
         ]
-    plt = _pyplot()
+    plt = pyplot()
     for file, _, make in drawn:
         figure = make(plt)
         figure.savefig(out / file, dpi=110, facecolor="white")
         plt.close(figure)
     return tuple(Picture(file, caption) for file, caption, _ in drawn)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ReadingError(
-            "pictures need matplotlib, which is not installed: pip install 'dualform[plot]'."
-        ) from None
-    return plt
 
 
 def _clean(axes: Any, title: str, x: str = "", y: str = "") -> None:
@@ -94,7 +81,7 @@ def _clean(axes: Any, title: str, x: str = "", y: str = "") -> None:
     axes.set_axisbelow(True)
 
 
-def _attention(plt: Any, results: Results) -> Any:
+def _attention(plt: Any, results: TwoTasksResults) -> Any:
     """Bars for each layer, in groups of one read each; above them the share of visits."""
     figure, grid = plt.subplots(2, 2, figsize=(10, 5.6), layout="constrained", sharey=True)
     visits = [np.mean([r["visits"] for r in reads]) for reads in results.reads.values()]
@@ -125,7 +112,7 @@ def _attention(plt: Any, results: Results) -> Any:
     return figure
 
 
-def _classes(plt: Any, results: Results) -> Any:
+def _classes(plt: Any, results: TwoTasksResults) -> Any:
     """Heat maps, training classes by test classes; every column adds up to 100 %."""
     last, end = results.layers[-1], f"in sequence, step {max(results.setting.ends):,}"
     first = next(iter(results.reads))
@@ -158,7 +145,7 @@ def _scale(figure: Any, image: Any, axes: Any, label: str) -> None:
     bar.ax.tick_params(labelsize=8, color=FAINT, labelcolor=INK)
 
 
-def _timeline(plt: Any, results: Results) -> Any:
+def _timeline(plt: Any, results: TwoTasksResults) -> Any:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     switch, end = results.setting.switch, max(results.setting.ends)
     curves = np.stack([_account(one, end, switch) for one in results.sequences])
@@ -219,7 +206,7 @@ def _band(axes: Any, x: NDArray[np.int64], values: Array, color: str, label: str
     axes.plot(x, values.mean(0), color=color, linewidth=1.6, label=label)
 
 
-def _forgotten(plt: Any, results: Results) -> Any:
+def _forgotten(plt: Any, results: TwoTasksResults) -> Any:
     """What each class of garments changed of the margin, by rival; and by layer."""
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(10, 4.4), layout="constrained", width_ratios=[1.6, 1]
@@ -247,7 +234,7 @@ def _forgotten(plt: Any, results: Results) -> Any:
     return figure
 
 
-def _examples(plt: Any, results: Results, tasks: Tasks, tests: Tasks) -> Any:
+def _examples(plt: Any, results: TwoTasksResults, tasks: Tasks, tests: Tasks) -> Any:
     """A row for each digit: itself, and the garments that took most."""
     rows = results.sequences[0]["examples"]
     size = (1.25 * (SHOWN + 1.4), 1.5 * len(rows))

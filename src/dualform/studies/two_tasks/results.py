@@ -15,7 +15,7 @@ from dualform.studies.report import Cell, NumberTable
 from dualform.studies.two_tasks.attention import NETWORK
 from dualform.studies.two_tasks.measure import FORGOTTEN, KEPT
 from dualform.studies.two_tasks.overwriting import CULPRITS, ROLES
-from dualform.studies.two_tasks.tasks import OUTPUTS, TASKS, Setting
+from dualform.studies.two_tasks.tasks import OUTPUTS, TASKS, TwoTasksSetting
 
 SIDES = {"digits": slice(0, OUTPUTS), "garments": slice(OUTPUTS, 2 * OUTPUTS)}
 """Where the classes of each task are."""
@@ -35,10 +35,10 @@ def attended(part: Sequence[Sequence[float]], training: str, test: str) -> float
 
 
 @dataclass(frozen=True)
-class Results:
+class TwoTasksResults:
     """What was found with each seed."""
 
-    setting: Setting
+    setting: TwoTasksSetting
     together: Sequence[Found]
     sequences: Sequence[Found]
 
@@ -144,23 +144,19 @@ class Results:
         )
 
     def _overwriting(self) -> NumberTable:
-        def role(name: str) -> Callable[[dict[str, Any]], float]:
-            return lambda stage: stage["roles"][name]
-
-        def layer(name: str) -> Callable[[dict[str, Any]], float]:
-            return lambda stage: stage["layers"][name]
-
         switch = self.setting.switch
         ends = (f"switch to step {end:,}" for end in self.setting.ends)
         rows: list[tuple[Cell, ...]] = [("output before", *self.stages(lambda s: s["before"]))]
-        rows += [(name, *self.stages(role(name))) for name in ROLES]
+        rows += [(name, *self.stages(entry("roles", name))) for name in ROLES]
         rows += [
             ("all digits", *self.stages(digits_part)),
             ("all garments", *self.stages(garments_part)),
             ("output after", *self.stages(lambda s: s["after"])),
             ("remainder", *self.stages(stage_remainder)),
         ]
-        rows += [(f"through layer {name}", *self.stages(layer(name))) for name in self.layers]
+        rows += [
+            (f"through layer {name}", *self.stages(entry("layers", name))) for name in self.layers
+        ]
         return NumberTable(
             "how the output of test digits for their class changed, and by which training images",
             ("part", f"start to switch, step {switch:,}", *ends),
@@ -170,19 +166,15 @@ class Results:
         )
 
     def _margins(self) -> NumberTable:
-        def culprit(name: str) -> Callable[[dict[str, Any]], float]:
-            return lambda one: one["culprits"][name]
-
-        def layer(name: str) -> Callable[[dict[str, Any]], float]:
-            return lambda one: one["layers"][name]
-
         rows: list[tuple[Cell, ...]] = [
             ("test digits", *self.outcomes(lambda one: one["of"])),
             ("margin at the switch", *self.outcomes(lambda one: one["before"])),
         ]
-        rows += [(name, *self.outcomes(culprit(name))) for name in CULPRITS]
+        rows += [(name, *self.outcomes(entry("culprits", name))) for name in CULPRITS]
         rows += [("margin after", *self.outcomes(lambda one: one["after"]))]
-        rows += [(f"through layer {name}", *self.outcomes(layer(name))) for name in self.layers]
+        rows += [
+            (f"through layer {name}", *self.outcomes(entry("layers", name))) for name in self.layers
+        ]
         strongest = self.outcomes(lambda one: 100 * one["rival is strongest"])
         rows += [("rival's garments take most, % of digits", *strongest)]
         names = [f"{name}, step {end:,}" for end in self.setting.ends for name in (FORGOTTEN, KEPT)]
@@ -204,6 +196,15 @@ class Results:
             rows.append((name, worst, kept, 100 * min(audit["coverage"] for audit in audits)))
         columns = ("runs", "largest remainder", f"at most {BOUND:.0e}", "coverage, %")
         return NumberTable("do the books balance?", columns, tuple(rows))
+
+
+def entry(part: str, name: str) -> Callable[[dict[str, Any]], float]:
+    """Takes one number out of a part of what was found.
+
+    >>> entry("layers", "0")({"layers": {"0": 1.5}})
+    1.5
+    """
+    return lambda found: float(found[part][name])
 
 
 def digits_part(stage: dict[str, Any]) -> float:

@@ -11,16 +11,16 @@ from torch import nn
 from dualform.studies.parts import run_parts
 from dualform.studies.report import Report
 from dualform.studies.two_tasks.findings import findings
-from dualform.studies.two_tasks.measure import Measurement
+from dualform.studies.two_tasks.measure import TwoTasksMeasurement
 from dualform.studies.two_tasks.pictures import draw
-from dualform.studies.two_tasks.results import Results
-from dualform.studies.two_tasks.tasks import SETTINGS, Setting, load_tasks
+from dualform.studies.two_tasks.results import TwoTasksResults
+from dualform.studies.two_tasks.tasks import SETTINGS, TwoTasksSetting, load_tasks
 
 QUESTION = "Where does the attention go when a network learns digits and garments?"
 
 
 def run_study(
-    data: Path, setting: Setting, seeds: int | None, device: str, out: Path, model: str
+    data: Path, setting: TwoTasksSetting, seeds: int | None, device: str, out: Path, model: str
 ) -> Report:
     """Trains with each seed, together and in sequence, and reports; what is done already is kept.
 
@@ -30,7 +30,7 @@ def run_study(
     """
     seeds = seeds or setting.seeds
     tasks, tests = load_tasks(data, setting)
-    measure = Measurement(setting, tasks, tests, device, out)
+    measure = TwoTasksMeasurement(setting, tasks, tests, device, out)
     parts = {
         f"seed {seed} {how}": partial(one, seed)
         for seed in range(seeds)
@@ -41,7 +41,7 @@ def run_study(
         [found[f"seed {seed} {how}"] for seed in range(seeds)]
         for how in ("together", "in sequence")
     )
-    results = Results(setting, together, sequences)
+    results = TwoTasksResults(setting, together, sequences)
     own = asdict(setting)
     settings = {**own.pop("training"), **own, "seeds": seeds, "device": device}
     del settings["steps"]  # a training has as many as the run it is for

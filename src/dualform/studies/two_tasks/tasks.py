@@ -21,7 +21,7 @@ GROUPS = (*(f"digit {name}" for name in DIGITS), *GARMENTS)
 
 
 @dataclass(frozen=True)
-class Setting:
+class TwoTasksSetting:
     """How large the study is."""
 
     training: Training
@@ -43,7 +43,7 @@ class Setting:
 
 
 SETTINGS = {
-    "small": Setting(
+    "small": TwoTasksSetting(
         Training(widths=(784, 128, 128, 10)),
         images=10_000,
         switch=300,
@@ -54,7 +54,7 @@ SETTINGS = {
         explained_margins=100,
         seeds=3,
     ),
-    "paper": Setting(
+    "paper": TwoTasksSetting(
         Training(),
         images=60_000,
         switch=3000,
@@ -116,7 +116,7 @@ def _whole(ids: Tensor, batch: int, generator: torch.Generator) -> Iterator[Tens
     return (some for some in shuffled(ids, batch, generator) if len(some) == batch)
 
 
-def load_tasks(data: Path, setting: Setting) -> tuple[Tasks, Tasks]:
+def load_tasks(data: Path, setting: TwoTasksSetting) -> tuple[Tasks, Tasks]:
     """The first training images of both tasks, and all test images."""
     loaded = [load_images(data, name) for name in ("mnist", "fashion-mnist")]
     train = [part.some(torch.arange(min(setting.images, len(part)))) for part, _ in loaded]
