@@ -1,4 +1,4 @@
-"""Verbs about experiments: `study uea`, `fixed-point`."""
+"""Verbs about experiments: `study uea`, `fixed-point`, `two-tasks`."""
 
 from __future__ import annotations
 
@@ -100,3 +100,17 @@ def fixed_point(out: Path, size: int, steps: int, seeds: int, device: str, as_js
     print_json(found.to_dict()) if as_json else print_results(found)
     if not as_json:
         click.echo(f"Wrote {', '.join(map(str, paths))}")
+
+
+@study.command("two-tasks")
+@study_options("two-tasks")
+def two_tasks(
+    data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
+) -> None:
+    """Digits and garments, together and in sequence: where attention goes, what is forgotten."""
+    from dualform.studies.data import data_folder
+    from dualform.studies.two_tasks import SETTINGS, run_study
+
+    model = f"dualform.studies.two_tasks:{setting}_model"
+    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, model)
+    show_report(report, out, as_json)

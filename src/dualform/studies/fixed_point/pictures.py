@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.errors import ReadingError
+from dualform.studies.drawing import pyplot
 from dualform.studies.fixed_point.dynamics import CONTRACTIONS, contraction, iterate
 from dualform.studies.fixed_point.results import Cell, Study
 from dualform.studies.fixed_point.starts import STARTS
@@ -30,7 +30,7 @@ PLANE = torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, -2.0]]).T / torch.tensor([2.0
 
 def draw(study: Study, folder: FilePath) -> list[FilePath]:
     """Writes line.png, tokens.png and clouds.png; returns their paths."""
-    plt = _pyplot()
+    plt = pyplot()
     pictures = {"line.png": _line, "tokens.png": _tokens, "clouds.png": _clouds}
     paths = []
     for name, picture in pictures.items():
@@ -39,19 +39,6 @@ def draw(study: Study, folder: FilePath) -> list[FilePath]:
         plt.close(figure)
         paths.append(folder / name)
     return paths
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ReadingError(
-            "pictures need matplotlib, which is not installed: pip install 'dualform[plot]'."
-        ) from None
-    return plt
 
 
 def _clean(axes: Any, title: str, x: str, y: str) -> None:
