@@ -362,7 +362,8 @@ def test_plan(tmp_path: Path) -> None:
     asked = ("plan", "--model", "mine:both", "--steps", "100", "--optimizer", "SGD")
     result = dualform(*asked, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "100 steps" in result.stdout
+    assert "what recording 100 steps takes" in result.stdout
+    assert "│ summaries │" in result.stdout  # nothing is cut off
     assert "keep='rows': all rows of a step take" in result.stdout
     for given in (("mine:model", "--input", "x.npy"), ("mine:named",)):
         facts = json.loads(dualform("plan", "--model", *given, "--json", cwd=tmp_path).stdout)

@@ -149,7 +149,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         hyper(q, k, v, activation="gelu")
     with pytest.raises(AttentionError, match="scores='max' is unknown; choose one of 'rms'"):
         hyper(q, k, v, scores="max")
-    with pytest.raises(AttentionError, match="attn_mask has numbers that do more than hide keys"):
+    with pytest.raises(AttentionError, match="attn_mask adds finite numbers to scores"):
         hyper(q, k, v, torch.tensor([[0.0, 1.0, 0.0]]).double())
     with pytest.raises(AttentionError, match="kind='hyper' is not linear in its values"):
         attention.memory("hyper", k, v)

@@ -277,7 +277,7 @@ def test_softmax_is_sdpa_with_an_encoder(model: str) -> None:
 
 
 READS = {
-    "t5": [name for name in BY_QUERY if name != "dualform_local"],
+    "t5": [name for name in BY_QUERY if name not in ("dualform_local", "dualform_hyper")],
     "bart": [name for name in CAUSAL if name != "dualform_local"],
 }
 
@@ -307,6 +307,8 @@ def test_what_a_kind_cannot_follow_in_a_decoder_is_refused() -> None:
     )
     with pytest.raises(AttentionError, match="have one weight each, but here queries see differ"):
         build(*PAIRS["t5"], "dualform_scaled_heads")(**given)
+    with pytest.raises(AttentionError, match=r"position bias of T5 .* kind='hyper' only hides"):
+        build(*PAIRS["t5"], "dualform_hyper")(**given)
     with pytest.raises(AttentionError) as caught:
         build(LlamaForCausalLM, LLAMA, "dualform_ridge")(tokens(1, 1))
     assert str(caught.value) == (

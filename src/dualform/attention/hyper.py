@@ -114,8 +114,8 @@ def _mask(
         seen = visible(attn_mask)
         if attn_mask.dtype != torch.bool and bool((attn_mask.masked_fill(~seen, 0) != 0).any()):
             raise AttentionError(
-                "attn_mask has numbers that do more than hide keys, and scores that are no softmax "
-                "have nothing to add them to; give booleans, or 0 and -inf."
+                "attn_mask adds finite numbers to scores, as the position bias of T5 does, and "
+                "kind='hyper' only hides keys; give booleans, or 0 and -inf."
             )
         attn_mask = seen
     if not is_causal:

@@ -134,12 +134,12 @@ class Summarizing:
         """What audits hold the summaries against; of books all of whose rows become summaries."""
         accounting = Accounting(self.ledger, self.ledger.last_step)
         for book in self.ledger.info.books:
-            own = bases.found.get(book.name)
-            if own is None or own.outputs is None:
-                continue
+            own, term = bases.found.get(book.name), next(iter(book.terms.values()))
+            if own is None or (own.outputs is None and not form_named(term.form).has_sides):
+                continue  # of a table, only some places are looked at
             if not self.reducers.keys() >= book.terms.keys():
                 continue
-            term, factors = next(iter(book.terms.values())), accounting.factors(book)
+            factors = accounting.factors(book)
             for step in filter(is_due, range(1, self.ledger.last_step + 1)):
                 found = step_gradients(accounting.reader, book, step, step).get(step)
                 if found is not None:

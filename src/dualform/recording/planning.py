@@ -96,32 +96,26 @@ class RunPlan:
         return {**asdict(self), "policies": {k: asdict(v) for k, v in self.policies.items()}}
 
     def __rich__(self) -> Group:
-        run = [] if self.steps is None else [f"{self.steps:,} steps"]
+        run = ["bytes\nin all"] if self.steps else []
         device = ["device"] if any(c.device_memory for c in self.policies.values()) else []
-        names = [
-            "rows a step",
-            "a step",
-            *run,
-            "seconds a step",
-            "× plain",
-            "seconds once",
-            *device,
-            "memory",
-        ]
+        names = ["rows\na step", "bytes\na step", *run, "ms\na step", "×\nplain", "s\nonce"]
         table = Table()
-        table.add_column("keep")
-        for name in names:
-            table.add_column(name, justify="right")
+        table.add_column("keep", no_wrap=True)
+        for name in (*names, *device, "memory"):
+            table.add_column(name, justify="right", no_wrap=True)
         for name, costs in self.policies.items():
             cells = [f"{costs.rows:,}", size_of(costs.bytes_a_step)]
             cells += [size_of(costs.bytes)] if costs.bytes is not None else []
-            times = [(costs.seconds, ".3g"), (costs.ratio, ".2f"), (costs.seconds_once, ".2g")]
+            each = None if costs.seconds is None else 1000 * costs.seconds
+            times = [(each, ",.3g"), (costs.ratio, ".2f"), (costs.seconds_once, ".2g")]
             cells += ["–" if time is None else format(time, how) for time, how in times]
             cells += [size_of(costs.device_memory)] if device else []
             cells += [size_of(costs.host_memory)]
             style = "bold" if name == self.recommended else ""
             table.add_row(*[Text(cell, style=style) for cell in (name, *cells)])
-        title = f"what recording takes; a step without it takes {self.plain_seconds:.3g} seconds"
+        what = f"recording {self.steps:,} steps" if self.steps else "recording"
+        plain = f"{1000 * self.plain_seconds:,.3g} ms"
+        title = f"what {what} takes; a step without it takes {plain}"
         advice = Text(f"keep={self.recommended!r}: {self.reason}", style="dim")
         return Group(Text(title, style="bold"), table, advice)
 
