@@ -400,3 +400,70 @@ def test_bases_are_renewed_where_later_rows_vary_otherwise(tmp_path: Path) -> No
     audit = run.audit()
     assert audit.coverage == 1.0
     assert audit.remainder < 1e-4
+
+
+def test_passes_that_are_thrown_away_are_noticed_by_every_book(tmp_path: Path) -> None:
+    """Also in steps in which most summarized books would not be probed."""
+    torch.manual_seed(0)
+    net, data = nn.Sequential(nn.Linear(20, 15), nn.Tanh(), nn.Linear(15, 9)), torch.randn(90, 20)
+    stepper = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    with dualform.record(
+        net, stepper, tmp_path / "run", keep=summaries(4, 8, "rows"), strict=True
+    ) as recorder:
+        for step in range(24):
+            for scale in (7.0, 1.0) if step % 5 == 4 else (1.0,):
+                stepper.zero_grad()
+                ids = torch.randperm(len(data))[:BATCH]
+                recorder.samples(ids)
+                (scale * net(data[ids]).square().mean()).backward()
+            stepper.step()
+    audit = opened(tmp_path / "run").audit()
+    assert audit.coverage == 1.0, audit
+    assert audit.remainder < 1e-5
+
+
+@pytest.mark.parametrize("policy", [summaries(), summaries(4, 8)])
+def test_a_scaler_that_skips_the_first_steps(policy: Keep, tmp_path: Path) -> None:
+    """Errors that are not finite make no bases."""
+    torch.manual_seed(0)
+    net, data = nn.Sequential(nn.Linear(70, 60), nn.Tanh(), nn.Linear(60, 9)), torch.randn(90, 70)
+    stepper = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    skipped = 0
+    with dualform.record(net, stepper, tmp_path / "run", keep=policy, strict=True) as recorder:
+        for _ in range(60):
+            ids = torch.randperm(len(data))[:BATCH]
+            recorder.samples(ids)
+            with torch.autocast("cpu", torch.float16):
+                loss = net(data[ids]).float().square().mean()
+            stepper.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(stepper)
+            before = scaler.get_scale()
+            scaler.update()
+            skipped += scaler.get_scale() < before
+    assert 2 < skipped < 40
+    audit = opened(tmp_path / "run").audit()
+    assert audit.coverage == 1.0, audit
+    assert audit.remainder < 0.05
+
+
+def test_an_offset_has_a_basis_of_its_own_again_where_its_weight_needs_none() -> None:
+    """A weight that is renewed to be whole on its outputs has no U that its bias could share."""
+    torch.manual_seed(0)
+    bases = BookBases()
+    narrow, wide = torch.randn(2000, 4) @ torch.randn(4, 100), torch.randn(2000, 100)
+    few, many = torch.randn(2000, 2) @ torch.randn(2, 200), torch.randn(2000, 200)
+    first = bases.of("w", summaries(), narrow, many, offsets=["b"])
+    assert first is not None
+    assert first.outputs is not None
+    assert torch.equal(bases.found["b"].outputs, first.outputs)
+    for _ in range(4):
+        bases.begin_step()
+    assert bases.stale == {"w"}
+    bases.of("w", summaries(), wide, few, offsets=["b"])
+    bases.begin_step()
+    assert bases.found["w"].outputs is None
+    while not bases.stale:
+        bases.begin_step()
+    assert "b" in bases.stale

@@ -325,32 +325,59 @@ def find_factors(evidence: Sequence[Evidence]) -> tuple[list[Evidence], Tensor, 
     they determine it best; each account its own where not. An account that agrees with neither
     is tried without its earlier backward passes: `zero_grad` may have thrown those away.
     """
-    tally = Tally.of(evidence)
-    shared = tally.shared_factor()[:, None].expand_as(tally.size)
-    fits, own = tally.agrees(shared), tally.own_factor()
-    factors, agreed = torch.where(fits, shared, own), fits | tally.agrees(own)
-    chosen = list(evidence)
-    for at, account in torch.nonzero(~agreed).tolist():
-        chosen[account], factors[at, account], agreed[at, account] = _without_discarded(
-            chosen[account], at, factors[at, account]
-        )
-    unprobed = torch.stack([account.unprobed for account in evidence], 1)
-    uniform = (fits | ~tally.touched).all(0)  # where probed, all accounts had one factor
-    factors = torch.where(unprobed, shared, factors)
-    agreed = torch.where(unprobed, uniform[None].expand_as(agreed), agreed)
-    factors = torch.where(agreed & (tally.touched | unprobed), factors, 0.0)
+    chosen, found = list(evidence), Fit.of(evidence)
+    if not bool(found.agreed.all()):
+        for at, account in torch.nonzero(~found.agreed).tolist():
+            chosen[account] = _without_discarded(chosen[account], at)
+        found = Fit.of(chosen)
+    unprobed = torch.stack([account.unprobed for account in chosen], 1)
+    uniform = found.is_shared.all(0)  # where probed, all accounts had one factor
+    factors = torch.where(unprobed, found.shared, found.factors)
+    agreed = torch.where(unprobed, uniform[None].expand_as(unprobed), found.agreed)
+    factors = torch.where(agreed & (found.touched | unprobed), factors, 0.0)
     return [account.of_touched() for account in chosen], factors, agreed
 
 
-def _without_discarded(account: Evidence, at: int, factor: Tensor) -> tuple[Evidence, Tensor, bool]:
+class Fit(NamedTuple):
+    """The factors that lead from rows to gradients; all (steps, accounts)."""
+
+    shared: Tensor
+    """The one κ that fits all accounts of a step best."""
+    factors: Tensor
+    """That, where it fits; else the account's own."""
+    is_shared: Tensor
+    """Whether the shared one fits, or there is nothing to fit."""
+    agreed: Tensor
+    """Whether one of the two does."""
+    touched: Tensor
+    """Whether the step changed the account, and it was probed."""
+
+    @classmethod
+    def of(cls, evidence: Sequence[Evidence]) -> Fit:
+        """Compares what rows and gradients say."""
+        tally = Tally.of(evidence)
+        shared = tally.shared_factor()[:, None].expand_as(tally.size)
+        fits, own = tally.agrees(shared), tally.own_factor()
+        return cls(
+            shared,
+            torch.where(fits, shared, own),
+            fits | ~tally.touched,
+            fits | tally.agrees(own),
+            tally.touched,
+        )
+
+
+def _without_discarded(account: Evidence, at: int) -> Evidence:
+    """The account without the passes of a step that were thrown away before others came.
+
+    Where no pass explains the gradient, it has no rows of that step.
+    """
     for first in account.batches(at)[1:]:
         trial = account.from_batch(at, first)
         tally = Tally.of([trial])
-        own = tally.own_factor()
-        if bool(tally.agrees(own)[at, 0]):
-            return trial, own[at, 0], True
-    unexplained = account.from_batch(at, 2**62)  # rows that explain nothing are not kept
-    return unexplained, factor, False
+        if bool(tally.agrees(tally.own_factor())[at, 0]):
+            return trial
+    return account.from_batch(at, 2**62)
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:

@@ -33,6 +33,54 @@ OFFSET_DIRECTIONS = 16
 """A bias or a normalization with a basis of its own has at most so many."""
 
 
+@dataclass(frozen=True)
+class SeenRows:
+    """Rows of a book: errors along its height, inputs along its width."""
+
+    errors: Tensor | None
+    """None of a table, all of whose places are kept."""
+    inputs: Tensor | None
+    """None of an offset, which has none."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[SeenRows]) -> SeenRows:
+        """Rows that were seen one after the other."""
+        errors = [part.errors for part in parts if part.errors is not None]
+        inputs = [part.inputs for part in parts if part.inputs is not None]
+        return cls(torch.cat(errors) if errors else None, torch.cat(inputs) if inputs else None)
+
+    @property
+    def count(self) -> int:
+        """How many rows there are; none where a side has none."""
+        return min(len(side) for side in (self.errors, self.inputs) if side is not None)
+
+    def bases(self, policy: Summaries, known: Bases | None) -> Bases | None:
+        """The bases of these rows; None where those that are known hold nearly as much."""
+        E, X = self.errors, self.inputs
+        if policy.shape is None and E is not None and X is not None:
+            return Rating(RatedSide.of(E), RatedSide.of(X)).better(known, GAIN)
+        outputs, inputs = policy.shape or DIRECTIONS
+        if X is None:
+            outputs = min(outputs, OFFSET_DIRECTIONS)
+        U = None if E is None else leading_directions(E, outputs)
+        new = Bases(U, None if X is None else leading_directions(X, inputs))
+        if known is not None and self._captured(new) <= self._captured(known) + GAIN:
+            return None
+        return new
+
+    def _captured(self, bases: Bases) -> float:
+        """The share of rows that bases capture: of their energy by errors, times that by inputs."""
+        sides = ((self.errors, bases.outputs), (self.inputs, bases.inputs))
+        shares = [
+            float(
+                (rows.float() @ basis).square().sum() / rows.float().square().sum().clamp_min(1e-30)
+            )
+            for rows, basis in sides
+            if rows is not None and basis is not None
+        ]
+        return math.prod(shares)
+
+
 @dataclass
 class BookBases:
     """The bases of each book that is summarized; belongs to the training thread."""
@@ -52,8 +100,8 @@ class BookBases:
     _steps: int = 0
     _ready: dict[str, Bases] = field(default_factory=dict)
     """Those that are used from the next step on."""
-    _rows: dict[str, list[tuple[Tensor | None, Tensor | None]]] = field(default_factory=dict)
-    """Rows seen so far, along the height and the width, of books whose bases are not known yet."""
+    _rows: dict[str, list[SeenRows]] = field(default_factory=dict)
+    """Rows seen so far of books whose bases are not known yet."""
     _offsets: set[str] = field(default_factory=set)
     """Offsets that are kept in the basis of a weight."""
 
@@ -68,38 +116,47 @@ class BookBases:
     ) -> Bases | None:
         """The bases of a book; None while they are not known.
 
-        Rows whose bases are not known are looked at: `height` (rows, height), or None for a table,
-        of which all places are kept, and `width` (rows, width), or None for an offset. If the first
-        ones are many, they are enough, and are summarized themselves: unless the book has been kept
-        otherwise before, so that bases cannot be used `at_once`. `offsets` are the biases that
-        share the errors: they are kept in U as well.
+        Rows are looked at until there are enough of them: `height` (rows, height), or None for a
+        table, of which all places are kept, and `width` (rows, width), or None for an offset.
+        `offsets` are the biases that share the errors: they are kept in U as well.
+
+        If a book's first use has enough rows, its bases are used for that use already. Not so if
+        the use was kept otherwise before, as sums of offsets are: then not `at_once`.
         """
         known = self.found.get(book)
         if book in self._ready or (known is not None and book not in self.stale):
             return known
-        seen = self._rows.setdefault(book, [])
-        seen.append(tuple(None if t is None else t.clone() for t in (height, width)))  # type: ignore[arg-type]
+        rows = SeenRows(_finite(height), _finite(width))
+        is_first = at_once and known is None and book not in self._rows
+        self._rows.setdefault(book, [])
+        if not rows.count:  # the loss was scaled by too much: a scaler throws this pass away
+            return known
+        self._rows[book].append(rows)
         wanted = rows_wanted(policy, of_offset=width is None)
-        if sum(map(_count, seen)) < wanted and not self.impatient:
+        if sum(seen.count for seen in self._rows[book]) < wanted and not self.impatient:
             self.wanted[book] = wanted
             return known
-        is_first = at_once and len(seen) == 1 and known is None
-        E, X = (_joined(side) for side in zip(*self._rows.pop(book), strict=True))
+        seen = SeenRows.joined(self._rows.pop(book))
         self.stale.discard(book)
         if policy.shape is None and book in self.tables:
             policy = replace(policy, shape=DIRECTIONS)
-        new = _renewed(known, policy, E, X)
-        if new is not known:
-            now = self.found if is_first else self._ready
-            now[book] = new
-            if new.outputs is not None:
-                now |= {offset: Bases(new.outputs, None) for offset in offsets}
-                self._offsets |= set(offsets)
+        new = seen.bases(policy, known)
+        if new is not None:
+            self._use(book, new, offsets, self.found if is_first else self._ready)
         return self.found.get(book)
+
+    def _use(self, book: str, new: Bases, offsets: Iterable[str], where: dict[str, Bases]) -> None:
+        """Takes new bases of a book, and for its offsets: now, or from the next step on."""
+        where[book] = new
+        if new.outputs is None:
+            self._offsets.difference_update(offsets)  # they find a basis of their own
+        else:
+            where.update({offset: Bases(new.outputs, None) for offset in offsets})
+            self._offsets.update(offsets)
 
     def waiting(self) -> dict[str, int]:
         """The books whose bases are not known, and how many of their rows were seen."""
-        return {book: sum(map(_count, seen)) for book, seen in self._rows.items()}
+        return {book: sum(rows.count for rows in seen) for book, seen in self._rows.items() if seen}
 
     def begin_step(self) -> bool:
         """A new step begins: bases that are ready are used; whether there are any."""
@@ -123,33 +180,6 @@ def rows_wanted(policy: Summaries, *, of_offset: bool = False) -> int:
     )
 
 
-def _renewed(known: Bases | None, policy: Summaries, E: Tensor | None, X: Tensor | None) -> Bases:
-    """The bases of some rows, or those that are known, if these hold nearly as much."""
-    if policy.shape is None and E is not None and X is not None:
-        return Rating(RatedSide.of(E), RatedSide.of(X)).better(known, GAIN) or known  # type: ignore[return-value]
-    outputs, inputs = policy.shape or DIRECTIONS
-    count = outputs if X is not None else min(outputs, OFFSET_DIRECTIONS)
-    U = None if E is None else leading_directions(E, count)
-    new = Bases(U, None if X is None else leading_directions(X, inputs))
-    return new if known is None or _captured(new, E, X) > _captured(known, E, X) + GAIN else known
-
-
-def _captured(bases: Bases, E: Tensor | None, X: Tensor | None) -> float:
-    """The share of rows that bases capture: of their energy along the height, times the width."""
-    sides = ((E, bases.outputs), (X, bases.inputs))
-    shares = [
-        float((rows.float() @ basis).square().sum() / rows.float().square().sum().clamp_min(1e-30))
-        for rows, basis in sides
-        if rows is not None and basis is not None
-    ]
-    return math.prod(shares)
-
-
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Rows seen one after the other; None for a side that is not looked at."""
-    rows = [part for part in parts if part is not None]
-    return torch.cat(rows) if rows else None
-
-
-def _count(rows: tuple[Tensor | None, Tensor | None]) -> int:
-    return max(len(side) for side in rows if side is not None)
+def _finite(rows: Tensor | None) -> Tensor | None:
+    """A copy of the rows that are finite."""
+    return None if rows is None else rows[rows.isfinite().all(1)]

@@ -54,14 +54,15 @@ class GradientProbes:
         self.looks = {name: self._look(name) for name in self.looks}
 
     def take(
-        self, gradients: Mapping[str, Tensor], optimizer: Optimizer, step: int
+        self, gradients: Mapping[str, Tensor], optimizer: Optimizer, step: int, in_turns: bool
     ) -> tuple[tuple[str, ...], Tensor]:
         """`u = G r` for matrices, columns as they are; all in one piece, with the books' names.
 
         Books that are summarized take turns: to multiply a gradient by two bases costs more than
-        all else. Those that are probed say by what factor gradients were scaled.
+        all else. Those that are probed say by what factor gradients were scaled. In a step of
+        several passes there are no turns: if one pass was thrown away, each book must notice.
         """
-        if step > ALL_PROBED:
+        if in_turns and step > ALL_PROBED:
             summarized = [name for name in gradients if name in self._bases.found]
             turns = min(TURNS, len(summarized))
             waiting = {name for at, name in enumerate(summarized) if at % turns != step % turns}

@@ -120,12 +120,16 @@ class StepObserver:
             if in_optimizer or name in self.states.shared:
                 self._copies.hold(name)
 
-    def observe(self, number: int, notes: Sequence[Note] = ()) -> RecordedStep:
+    def observe(
+        self, number: int, notes: Sequence[Note] = (), probe_all: bool = False
+    ) -> RecordedStep:
         """What the optimizer is about to do, before it does it."""
         hyper = tuple([self._rule.hyper(group) for group in self._optimizer.param_groups])
         lost = self._give_up(number)
         states, gradients = self._touch()
-        probe = self._probes.take(gradients, self._optimizer, number) if gradients else None
+        probe = None
+        if gradients:
+            probe = self._probes.take(gradients, self._optimizer, number, in_turns=not probe_all)
         looks, given = self._probes.looks, (*notes, *lost)
         return RecordedStep(number, hyper, self._groups, states, looks, given, probe, self._before)
 

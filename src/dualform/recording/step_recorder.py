@@ -138,20 +138,21 @@ class StepRecorder:
     def observe(self) -> None:
         """Looks at the gradients the optimizer is about to use."""
         self.stages.watch.collect()
-        rows, observer, check = self.stages.watch.rows, self.stages.observer, self.stages.check
+        watch, observer, check = self.stages.watch, self.stages.observer, self.stages.check
+        rows, probe_all = watch.rows, watch.had_several_passes
         streams = rows.streams.all
         if len(streams) > self._streams:
             observer.discover([stream.opened for stream in streams[self._streams :]])
             self._streams = len(streams)
         notes, self._notes = self._notes, []
-        step = observer.observe(self.step + 1, notes)
+        step = observer.observe(self.step + 1, notes, probe_all)
         if rows.unnamed:
             check.require_ids(step)
         if observer.states.unverified and (failed := check.failing(step)):
             observer.keep_by_step(Event.REFUTED, failed)
             observer.hold()
             refuted = [Note(step.number, book, reason) for book, reason in failed.items()]
-            step = observer.observe(self.step + 1, [*step.notes, *refuted])
+            step = observer.observe(self.step + 1, [*step.notes, *refuted], probe_all)
         self.stages.spot_checks.before_step(step.looks)
         self._current = step
 

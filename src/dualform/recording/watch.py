@@ -123,6 +123,11 @@ class Watch:
             self._narrowed, self._source = True, self._source.narrowed(self._uses)
 
     @property
+    def had_several_passes(self) -> bool:
+        """Whether the step under way had more than one pass, of which some may be thrown away."""
+        return self._batches.passes > 1
+
+    @property
     def is_learning(self) -> bool:
         """Whether a compiled model still runs as it was written."""
         return self._learning is not None
@@ -274,6 +279,8 @@ class Batches:
         """Those begun since the last backward pass."""
         self._arrived: Batch | None = None
         """The one whose errors came last, in a backward pass after the last forward pass."""
+        self.passes = 0
+        """How many forward passes were begun for the step under way."""
 
     def name(self, ids: Tensor | Sequence[SampleId]) -> None:
         """The samples of the forward passes to come in this step."""
@@ -283,7 +290,7 @@ class Batches:
     def end_step(self) -> None:
         """The optimizer has stepped."""
         self._step += 1
-        self._pending, self._arrived = [], None
+        self._pending, self._arrived, self.passes = [], None, 0
         if not self._named:
             self._batch = None
 
@@ -293,6 +300,7 @@ class Batches:
         if again and self._named:
             return None
         batch = self._next()
+        self.passes += not again
         self._arrived = batch if again else None
         batch.begin(tensor.shape for tensor in given)
         return None if again else batch
@@ -303,6 +311,7 @@ class Batches:
             return None
         batch = self._current()
         if batch.size < 0:
+            self.passes += 1
             batch.begin_inside(given[0].shape)
         return batch
 
