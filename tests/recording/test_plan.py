@@ -295,6 +295,15 @@ def test_summaries_that_are_larger_than_some_weights_only_are_fine(tmp_path: Pat
     assert not dualform.open(tmp_path / "run").audit().beyond_rounding
 
 
+def test_rows_that_the_temporary_folder_has_no_room_for_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planning, "free_bytes", lambda path: 1 << 20)
+    costs = dualform.plan(mlp(), torch.randn(64, 40)).policies
+    assert costs["rows"].seconds is None
+    assert costs["summaries"].seconds is not None
+
+
 def test_a_ratio_is_that_of_turns_and_spot_checks_come_as_seldom_as_later(tmp_path: Path) -> None:
     """By a clock that the steps themselves turn: what is recorded takes thrice as long."""
     clock = 0.0

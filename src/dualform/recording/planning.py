@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from io import StringIO
@@ -24,8 +25,9 @@ from dualform.recording.keep import AUTO, ROWS, SUMMARIES, Keep, policies
 from dualform.recording.plan import torch_optimizer
 from dualform.recording.randomness import undisturbed
 from dualform.recording.rehearsal import BUFFER_BYTES, IN_FLIGHT, Rehearsal, Rehearsed, RunBytes
+from dualform.recording.turns import bytes_stored
 
-TRIED = 1 << 30
+TRIED = 1 << 28
 """Rows that take more than this a step are not written to see what they take: it is computed."""
 CODED = [codec.policy for codec in CODECS.values()]
 """The policies that store rows, each by a codec."""
@@ -144,11 +146,11 @@ def plan(
 ) -> RunPlan:
     """Tells what a recording will take, for every policy of `record(keep=…)`, and which to take.
 
-    A few steps are recorded under each policy, on copies of model and optimizer, in a temporary
-    folder that is removed again. Bytes are read off the files. Recorded steps are timed in turns
-    with steps that are not, with all that it takes to write them: the median of their ratios,
-    times a plain step, are the seconds. What comes once a run is told apart. Model, optimizer,
-    gradients and random states stay as they are.
+    Under each policy, steps are recorded for some seconds, in a temporary folder that is removed
+    again. Bytes are read off the files. Recorded steps are timed in turns with steps that are not,
+    with all that it takes to write them: the median of their ratios, times a plain step, are the
+    seconds. What comes once a run is told apart. Two copies of model and optimizer are in memory
+    meanwhile; the user's own, gradients and random states stay as they are.
 
     >>> import torch, dualform
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 9))
@@ -187,7 +189,8 @@ def plan(
 def _rehearse_all(rehearsal: Rehearsal, keep: Keep | None) -> dict[str, Rehearsed]:
     """What each policy takes. Summaries come first: they tell what rows would take."""
     first = rehearsal.record(SUMMARIES)
-    too_large = first.tally.bytes.get(ROWS, 0) > TRIED
+    rows = first.tally.bytes.get(ROWS, 0)
+    too_large = rows > TRIED or bytes_stored(rows) > free_bytes(tempfile.gettempdir())
     found: dict[str, Rehearsed] = {}
     for policy in policies():
         if policy == SUMMARIES:

@@ -144,7 +144,7 @@ class Rehearsal:
         first, before = steps.step + 1, stages.schedule.total
         seconds_first = self._now() - began
         tally = stages.watch.rows.tally = RowCounts()
-        times = time_in_turns(steps, step, plain, self._now)
+        times = time_in_turns(steps, step, plain, self._now, before / steps.step)
         steps.hand_over(flush=True)
         late = {book: math.ceil(bases.wanted[book] / seen) for book, seen in rows_seen.items()}
         return _Taken(

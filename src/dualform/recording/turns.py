@@ -16,11 +16,12 @@ from dualform.recording.step_recorder import StepRecorder
 
 SECONDS, LEAST, MOST = 0.2, 32, 400
 """The recorded steps of a turn take about so long, and are at least and at most so many."""
-SLOW = 0.2
-"""Steps that take longer may be fewer."""
-TURNS, FEWEST = 5, 3
-"""So many turns are made; fewer where one takes longer than `LONG`."""
 LONG = 1.0
+"""Where so many steps would take longer than this, a turn has fewer."""
+TURN_BYTES = 1 << 29
+"""And where they would store more than this."""
+TURNS, FEWEST = 5, 3
+"""So many turns are made; the fewest where one takes longer than `LONG`."""
 CHECKS = 3
 """So many steps are made twice, to see what a spot check takes."""
 WARM = 8
@@ -56,8 +57,11 @@ def time_in_turns(
     recorded: Callable[[], None],
     plain: Callable[[], None],
     now: Callable[[], float],
+    step_bytes: float = 0.0,
 ) -> StepTimes:
-    """Times recorded steps in turns with plain ones; a median of their ratios.
+    """Times recorded steps in turns with plain ones: a median of their ratios.
+
+    A step stores `step_bytes`: turns that would store much are shorter.
 
     Early steps have more spot checks than later ones. Here they are made apart.
     """
@@ -71,7 +75,7 @@ def time_in_turns(
         start = now()
         recorded()
         each = min(each, max(now() - start, 1e-9))
-    count = min(MOST, max(LEAST if each < SLOW else 1, round(SECONDS / each)))
+    count = _steps_of_a_turn(each, step_bytes)
 
     def turn() -> float:
         start = now()
@@ -95,6 +99,30 @@ def time_in_turns(
     usual = statistics.median(other for _, other in pairs)
     check = max(0.0, _checked(recording, recorded, now))
     return StepTimes(usual, ratio + check / EVERY / usual, check, recording.step - first)
+
+
+def bytes_stored(step_bytes: float) -> float:
+    """How much all recorded steps of all turns store, at most.
+
+    >>> bytes_stored(1 << 20) / (1 << 20)
+    2420.0
+    """
+    apart = WARM + 4 * CHECKS
+    return apart * step_bytes + (TURNS + 1) * min(MOST * step_bytes, max(TURN_BYTES, step_bytes))
+
+
+def _steps_of_a_turn(seconds: float, step_bytes: float) -> int:
+    """How many steps make a turn, if each takes so long and stores so much.
+
+    A turn of few steps pays for a hand-over of all streams, which a run makes more seldom.
+
+    >>> [_steps_of_a_turn(seconds, 1e6) for seconds in (1e-4, 1e-3, 0.02, 0.1, 3.0)]
+    [400, 200, 32, 10, 1]
+    >>> _steps_of_a_turn(0.02, 1e8)
+    5
+    """
+    most = min(MOST, LONG / seconds, TURN_BYTES / max(step_bytes, 1.0))
+    return max(1, min(round(most), max(LEAST, round(SECONDS / seconds))))
 
 
 def _checked(
