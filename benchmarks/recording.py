@@ -98,7 +98,7 @@ def policy(given: str) -> Keep:
     """What `--keep` says.
 
     >>> policy("rows"), policy("summaries:8,64,int8,steps")
-    ('rows', Summaries(outputs=8, inputs=64, numbers='int8', offsets='steps'))
+    ('rows', Summaries(shape=(8, 64), numbers='int8', offsets='steps'))
     """
     name, _, sizes = given.partition(":")
     if not sizes:

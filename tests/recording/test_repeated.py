@@ -37,7 +37,7 @@ def test_the_second_use_is_reduced_as_the_first() -> None:
         x, e = rows(use)
         order = (SAMPLES, EACH)
         afresh._last.clear()
-        found, expected = (r.reduce(x, e, order, with_reach=False) for r in (repeating, afresh))
+        found, expected = (r.reduce(x, e, order, is_new=False) for r in (repeating, afresh))
         assert found is not None
         assert expected is not None
         for one, other in zip(found, expected, strict=True):
@@ -48,7 +48,7 @@ def test_the_second_use_is_reduced_as_the_first() -> None:
 
 def test_other_shapes_and_new_bases_are_looked_at_anew() -> None:
     own = reducer()
-    own.reduce(*rows(0), (SAMPLES, EACH), with_reach=False)
+    own.reduce(*rows(0), (SAMPLES, EACH), is_new=False)
     (again,) = own._last
     x, e = rows(1)
     assert again.records(x, e, (SAMPLES, EACH), own.bases) is not None
@@ -61,7 +61,7 @@ def test_other_shapes_and_new_bases_are_looked_at_anew() -> None:
 def test_several_rows_at_once_are_the_same(together: int) -> None:
     """What a GPU does where rows do not begin at multiples of 16 bytes."""
     own = reducer()
-    own.reduce(*rows(0), (SAMPLES, EACH), with_reach=False)
+    own.reduce(*rows(0), (SAMPLES, EACH), is_new=False)
     (plain,) = own._last
     wide = plain._replace(
         U=torch.block_diag(*[plain.U] * together),

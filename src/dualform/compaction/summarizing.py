@@ -152,7 +152,7 @@ class Summarizing:
     ) -> list[Reduced] | None:
         keys = rows.keys.reshape(-1, *reducer.stream.keys)
         values = rows.values.reshape(-1, *reducer.stream.values)
-        return reducer.reduce(keys, values, order, with_reach=False) if len(values) else None
+        return reducer.reduce(keys, values, order, is_new=False) if len(values) else None
 
     def _reduced(
         self, shard: Shard, reducer: Reducer, arrays: dict[str, list[Tensor]]

@@ -61,7 +61,7 @@ class SeenRows:
             return Rating(RatedSide.of(E), RatedSide.of(X)).better(known, GAIN)
         outputs, inputs = policy.shape or DIRECTIONS
         if X is None:
-            outputs = min(outputs, OFFSET_DIRECTIONS)
+            outputs = offset_directions(policy)
         U = None if E is None else leading_directions(E, outputs)
         new = Bases(U, None if X is None else leading_directions(X, inputs))
         if known is not None and self._captured(new) <= self._captured(known) + GAIN:
@@ -174,10 +174,17 @@ def rows_wanted(policy: Summaries, *, of_offset: bool = False) -> int:
     >>> rows_wanted(Summaries((4, 8))), rows_wanted(Summaries())
     (64, 1024)
     """
-    outputs, inputs = policy.shape or DIRECTIONS
-    return ROWS_A_DIRECTION * (
-        min(outputs, OFFSET_DIRECTIONS) if of_offset else max(outputs, inputs)
-    )
+    most = offset_directions(policy) if of_offset else max(policy.shape or DIRECTIONS)
+    return ROWS_A_DIRECTION * most
+
+
+def offset_directions(policy: Summaries) -> int:
+    """How many directions the basis of a bias or a normalization has, if it is its own.
+
+    >>> offset_directions(Summaries((4, 8))), offset_directions(Summaries())
+    (4, 16)
+    """
+    return min((policy.shape or DIRECTIONS)[0], OFFSET_DIRECTIONS)
 
 
 def _finite(rows: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ from dualform.ledger import Stream, Term
 from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.summary import Bases
-from dualform.recording.bases import DIRECTIONS, OFFSET_DIRECTIONS, BookBases
+from dualform.recording.bases import BookBases, offset_directions
 from dualform.recording.keep import ROWS, STEPS, SUMMARIES, Policy, Summaries
 from dualform.recording.pages import Order
 from dualform.recording.repeated import Reduced, Repeated, repeated
@@ -59,20 +59,21 @@ class Reducer:
     """How the last use was reduced, where the next can be reduced in the same way."""
 
     def reduce(
-        self, keys: Tensor, values: Tensor, order: Order, with_reach: bool
+        self, keys: Tensor, values: Tensor, order: Order, is_new: bool
     ) -> list[Reduced] | None:
         """The records of a use; None while the bases of its weight are not known.
 
-        The reach of offsets and scales is only added up where it is asked for.
+        Where one of the site's books `is_new`, the reach of offsets and scales is added up, and
+        their bases are used at once: none of their rows were kept otherwise yet.
         """
-        if self._last and not with_reach:
+        if self._last and not is_new:
             records = self._last[0].records(keys, values, order, self.bases)
             if records is not None:
                 return records
         samples, stretch = order
         x = sample_major(keys[None], samples, stretch, self.site.key_dims)
         e = sample_major(values[None], samples, stretch, self.site.value_dims)
-        wide = UseRows(self.site, self.stream, x, e, samples, with_reach)
+        wide = UseRows(self.site, self.stream, x, e, samples, is_new)
         found = []
         for book, term in self.site.terms.items():
             form = form_named(term.form)
@@ -213,19 +214,19 @@ class Reducer:
         """Whether an offset is kept in a basis of its own, unless it gets that of a weight."""
         if self.policy.offsets != SUMMARIES or not self._is_offset(book):
             return False
-        most = min(OFFSET_DIRECTIONS, (self.policy.shape or DIRECTIONS)[0])
         beside_whole = [
             other
             for other, term in self.site.terms.items()
             if form_named(term.form).has_width and self._is_small(other, term)
         ]
-        return math.prod(self.shapes[book]) > most and not beside_whole
+        too_large = math.prod(self.shapes[book]) > offset_directions(self.policy)
+        return too_large and not beside_whole
 
     def _totals(self, book: str, term: Term, wide: UseRows) -> Reduced:
         """(samples, numbers): what each sample adds to an offset or a scale; or that along U."""
         scaled = form_named(term.form).needs_keys
         bases = self._offset_bases(book, term, wide, scaled)
-        reach = wide.reach(scaled) if wide.with_reach else None
+        reach = wide.reach(scaled) if wide.is_new else None
         at = Term("sum", term.view, term.groups, term.at)
         if bases is None:
             total = wide.products if scaled else wide.sums
@@ -251,7 +252,7 @@ class Reducer:
             errors, inputs = wide.some()
             rows = errors * inputs if scaled else errors
             rows = _placed(rows, term.at[0], math.prod(self.shapes[book]))
-            return self.bases.of(book, self.policy, rows, None, at_once=wide.with_reach)
+            return self.bases.of(book, self.policy, rows, None, at_once=wide.is_new)
         return known
 
 

@@ -266,7 +266,7 @@ class RowWriter:
         order, parts = (batch.size, stretch), None
         if stream.reducer is not None:
             new = any(self._states.is_new(book) for book in stream.terms)
-            parts = stream.reducer.reduce(keys, values, order, with_reach=new)
+            parts = stream.reducer.reduce(keys, values, order, is_new=new)
         if self.learns:
             waits = stream.reducer is not None and stream.reducer.awaits_bases()
             stream.kept = kept_records(rows.site, parts, keys, values, batch.size, not waits)

@@ -24,10 +24,10 @@ class UseRows:
     """The rows of a use, sample after sample, as its reductions need them."""
 
     def __init__(
-        self, site: Site, stream: Stream, x: Tensor, e: Tensor, samples: int, with_reach: bool
+        self, site: Site, stream: Stream, x: Tensor, e: Tensor, samples: int, is_new: bool
     ) -> None:
         self._stream, self._keys, self._values = stream, x, e
-        self.samples, self.with_reach = samples, with_reach
+        self.samples, self.is_new = samples, is_new
         forms = [form_named(term.form) for term in site.terms.values()]
         self._scaled = any(form.needs_keys and not form.has_width for form in forms)
 
