@@ -98,11 +98,6 @@ class SpotChecks:
         if self._steps >= self._next:
             self._expect(names)
 
-    @property
-    def has_checked(self) -> bool:
-        """Whether the last step was checked: what it left is compared before the next."""
-        return any(after.memory is not None for after in self._left.values())
-
     def wait(self, steps: int | None) -> None:
         """Checks the step that comes after so many; none before it is asked for, if None."""
         self._next = sys.maxsize if steps is None else self._steps + steps
