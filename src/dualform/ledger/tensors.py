@@ -248,7 +248,10 @@ class MappedFile:
 
     def __init__(self, file: TensorFile, in_order: bool) -> None:
         self._file = file
+        ends = max((place.offset + place.nbytes for place in file.arrays.values()), default=0)
         with open_plain(file.path) as opened:  # copy-on-write, so that torch takes it as writable
+            if os.fstat(opened.fileno()).st_size < ends:
+                raise CorruptError(f"'{file.path}' ends before its arrays do.")
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         if in_order and hasattr(mmap, "MADV_SEQUENTIAL"):  # other systems manage by themselves
             self._map.madvise(mmap.MADV_SEQUENTIAL)
