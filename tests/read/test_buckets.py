@@ -120,7 +120,7 @@ def test_nothing_is_left_after_an_error(
     def broken(*_: Any) -> None:
         raise RuntimeError("broken")
 
-    for module, name in ((buckets, "take_rows"), (group_sums, "add_segments")):
+    for module, name in ((buckets, "pieces"), (group_sums, "add_segments")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, broken)
             with pytest.raises(RuntimeError, match="broken"):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.ledger.codecs import Column
-from dualform.ledger.tensors import raw
+from dualform.ledger.tensors import pieces, raw
 from dualform.read.samples_matrix.visits import (
     Arrays,
     Reused,
@@ -167,7 +167,7 @@ class Buckets(Gathered):
             records = torch.arange(total) + skipped.repeat_interleave(counts)
         found = self._picked(self._arrays_of(total))
         for name, into in zip(self._arrays, found, strict=True):
-            take_rows(stored[name], records, into)
+            pieces(stored[name]).take(records.numpy(), out=pieces(into), mode="clip")
         return dict(zip(self._arrays, found, strict=True))
 
     def _arrays_of(self, records: int) -> Arrays:
@@ -222,18 +222,3 @@ class TemporaryDisk:
             f"folder for temporary files for a while; '{self._folder}' has {free / 1e6:,.1f} MB "
             "free. Make room, or name a folder that has more by the environment variable TMPDIR."
         )
-
-
-def take_rows(rows: Tensor, at: Tensor, into: Tensor) -> None:
-    """`into[i] = rows[at[i]]`; each row is copied as one piece, by numpy, since torch is slower.
-
-    >>> found = torch.zeros(2, 2)
-    >>> take_rows(torch.eye(3)[:, :2], torch.tensor([1, 0]), found)
-    >>> found
-    tensor([[0., 1.],
-            [1., 0.]])
-    """
-    size = rows[:1].nbytes
-    if size:
-        source, target = (side.view(torch.uint8).numpy().view(f"V{size}") for side in (rows, into))
-        source[:, 0].take(at.numpy(), out=target[:, 0], mode="clip")
