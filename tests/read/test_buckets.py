@@ -162,12 +162,22 @@ def test_no_room_on_the_disk(
     assert files == []
 
 
+def test_a_file_that_was_cut(files: list[IO[bytes]]) -> None:
+    with TemporaryDisk(3, "three numbers") as disk:
+        files[0].truncate(1)
+        with pytest.raises(ReadingError, match="of three numbers was cut"):
+            disk.read(0, torch.zeros(3, dtype=torch.uint8))
+
+
 class FullFile:
     """A file on a disk that somebody else fills meanwhile."""
 
     closed = False
 
     def seek(self, at: int) -> None:
+        pass
+
+    def truncate(self, size: int) -> None:
         pass
 
     def write(self, content: memoryview) -> int:

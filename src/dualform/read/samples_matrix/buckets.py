@@ -191,6 +191,7 @@ class TemporaryDisk:
         if self._needed > shutil.disk_usage(self._folder).free:
             raise self._full()
         self._file = tempfile.TemporaryFile(buffering=0, prefix="dualform-")
+        self._file.truncate(self._needed)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,7 +213,10 @@ class TemporaryDisk:
         """Bytes from a place on."""
         left = raw(into)
         self._file.seek(at)
-        while left and (count := self._file.readinto(left)):
+        while left:
+            count = self._file.readinto(left)
+            if not count:
+                raise ReadingError(f"the temporary file of {self._what} was cut by somebody else.")
             left = left[count:]
 
     def _full(self) -> ReadingError:

@@ -20,7 +20,7 @@ from dualform.ledger.codecs import Column, Exact
 from dualform.read.engine import ShardRange
 from dualform.read.scan import RowColumns, StoredRecords, at_least_32_bits, widths
 
-GATHERED_BYTES = 512 << 20
+GATHERED_BYTES = 256 << 20
 """How many bytes of records are gathered at a time, of all streams that a book is made of."""
 CACHED_BYTES = 8 << 20
 """How many bytes of rows are made of them at a time, so that a processor's cache holds them."""
