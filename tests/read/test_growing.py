@@ -90,11 +90,11 @@ def test_neither_do_blocks(
     model, x = record(tmp_path / "run", KEPT[keep], optimizer, True)
     expected = influence(tmp_path / "run", model, x)
     monkeypatch.setattr(matrix, "COLUMN_BYTES", 1 << 12)
-    for groups, gathered, read in ((1, 1, 1), (3, 1 << 11, 64), (512, 1 << 20, 1 << 20)):
+    for groups, gathered, window in ((1, 1, 1), (3, 1 << 11, 64), (512, 1 << 20, 1 << 20)):
         monkeypatch.setattr(matrix, "BLOCK_BYTES", 1)
         monkeypatch.setattr(matrix, "BLOCK_GROUPS", groups)
         monkeypatch.setattr(folds, "GATHERED_BYTES", gathered)
-        monkeypatch.setattr(visits, "READ_BYTES", read)
+        monkeypatch.setattr(visits, "WINDOW_BYTES", window)
         near(influence(tmp_path / "run", model, x), expected, ROUNDING)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -121,13 +121,14 @@ def test_no_visit_is_read_once_a_line(
     method: str, known: Callable[[str], Known], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many lines there are: once to invert them, and once for what is asked."""
-    made, read, load = known("SGD, groups"), Counter[tuple[str, int]](), Visits.load
+    made, read, in_time = known("SGD, groups"), Counter[tuple[str, int]](), Visits.in_time
 
-    def counted(self: Visits, chosen: Tensor, *given: Any) -> dict[str, Tensor]:
-        read.update((self.stream.name, visit) for visit in chosen.tolist())
-        return load(self, chosen, *given)
+    def counted(self: Visits) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
+        for seen, *records in in_time(self):
+            read.update((self.stream.name, visit) for visit in range(seen.start, seen.stop))
+            yield (seen, *records)
 
-    monkeypatch.setattr(Visits, "load", counted)
+    monkeypatch.setattr(Visits, "in_time", counted)
     with_little_memory(monkeypatch, lines=100)
     dualform.open(made.run.path).influence(made.model, made.x[:3], 1, method=method)
     assert {stream for stream, _ in read} == {"0", "2"}

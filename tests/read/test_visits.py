@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import TypeAlias
@@ -20,6 +21,7 @@ from dualform.read.engine import ShardRange
 from dualform.read.grouping import BySample
 from dualform.read.samples_matrix import folds
 from dualform.read.samples_matrix import visits as read
+from dualform.read.samples_matrix.buckets import Buckets, Gathered, OneByOne
 from dualform.read.samples_matrix.matrix import SamplesMatrix
 from dualform.read.samples_matrix.sparse import SparseLines
 from dualform.read.samples_matrix.visits import Visits
@@ -63,18 +65,30 @@ def written(path: Path, shards: list[Shard]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def loaded(visits: Visits, order: list[int]) -> tuple[Tensor, Tensor]:
-    """The rows of some visits after others, keys and values."""
-    chosen = torch.tensor(order)
-    return visits.made(visits.load(chosen), 0, int(visits.records(chosen).sum()))
+def gathered(visits: Visits, parts: list[list[int]], by: str) -> tuple[Tensor, Tensor]:
+    """The rows of the visits of each part, keys and values; a part is asked for in two pieces."""
+    arrays, every = visits.arrays(), [torch.tensor(part) for part in parts]
+    room = torch.empty(visits.room_for(max(map(len, parts))), dtype=torch.uint8)
+    found = []
+    with ExitStack() as opened:
+        way: Gathered = OneByOne(visits, arrays, room)
+        if by == "buckets":
+            way = Buckets(visits, every, arrays, room, opened, lambda count: None)
+        for number, chosen in enumerate(every):
+            way.load(number, chosen)
+            for begin, end in ((0, len(chosen) // 2), (len(chosen) // 2, len(chosen))):
+                found.append([rows.clone() for rows in visits.made(way.records(begin, end))])
+    keys, values = (torch.cat(side) for side in zip(*found, strict=True))
+    return keys, values
 
 
+@pytest.mark.parametrize("by", ["buckets", "one by one"])
 @settings(deadline=None, max_examples=25)
 @given(SHARDS, st.integers(0, 1 << 16))
 def test_visits_in_any_order(
-    tmp_path_factory: pytest.TempPathFactory, shards: list[Shard], seed: int
+    by: str, tmp_path_factory: pytest.TempPathFactory, shards: list[Shard], seed: int
 ) -> None:
-    """Of shards of different precision, with gaps skipped or read along, large visits or small."""
+    """Of shards of different precision, in any number of parts, bit for bit."""
     path, random = tmp_path_factory.mktemp("visits") / "run", Random(seed)
     expected = written(path, shards)
     ledger = Ledger(path)
@@ -82,21 +96,22 @@ def test_visits_in_any_order(
     every = torch.arange(len(visits))
     assert visits.rows(every).tolist() == [len(keys) for keys, _ in expected]
     order = random.sample(range(len(expected)), random.randint(1, len(expected)))
+    each = random.randint(1, len(order))
+    parts = [order[at : at + each] for at in range(0, len(order), each)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "GAP_BYTES", random.choice([0, 16, 1 << 30]))
-        patch.setattr(read, "LARGE_BYTES", random.choice([0, 16, 1 << 30]))
-        for side, rows in enumerate(loaded(visits, order)):
+        patch.setattr(read, "WINDOW_BYTES", random.choice([1, 64, 1 << 20]))
+        for side, rows in enumerate(gathered(visits, parts, by)):
             assert torch.equal(rows, torch.cat([expected[at][side].float() for at in order]))
 
 
-def test_gaps_are_read_along_or_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row of keys between visits 0 and 2, five between 3 and 9."""
-    expected = written(tmp_path / "run", [(torch.float32, [(12, 1)])])
-    visits, order = Visits(ShardRange.of(Ledger(tmp_path / "run"), 1, 1), STREAM), [9, 0, 3, 2, 11]
-    monkeypatch.setattr(read, "GAP_BYTES", 16)
-    keys, values = loaded(visits, order)
-    assert torch.equal(keys, torch.cat([expected[at][0] for at in order]))
-    assert torch.equal(values, torch.cat([expected[at][1] for at in order]))
+def test_large_visits_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is read by itself; a temporary file is for small ones."""
+    written(tmp_path / "run", [(torch.float32, [(12, 4)])])
+    visits = Visits(ShardRange.of(Ledger(tmp_path / "run"), 1, 1), STREAM)
+    assert visits.nbytes == 12 * 4 * 20
+    for limit, large in ((80, True), (81, False)):
+        monkeypatch.setattr(read, "LARGE_BYTES", limit)
+        assert visits.large is large
 
 
 def test_until_a_step(tmp_path: Path) -> None:
@@ -127,14 +142,15 @@ def test_one_visit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(one, all_)
 
 
-def test_a_file_that_was_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["buckets", "one by one"])
+def test_a_file_that_was_cut(by: str, tmp_path: Path) -> None:
     written(tmp_path / "run", [(torch.float32, [(2, 40)])])
     ledger = Ledger(tmp_path / "run")
     visits = Visits(ShardRange.of(ledger, 1, 1), STREAM)
     path = ledger.shards[0].path
     path.write_bytes(path.read_bytes()[:-600])
     with pytest.raises(CorruptError, match="ends before its arrays do"):
-        loaded(visits, [0, 1])
+        gathered(visits, [[0, 1]], by)
 
 
 def test_lines_that_are_mostly_0() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dualform.errors import CorruptError
 from dualform.ledger.codecs import Column
 from dualform.ledger.sessions import Shard
-from dualform.ledger.tensors import MappedFile
+from dualform.ledger.tensors import MappedFile, pieces
 
 CACHED_BYTES = 512 << 10
 """How many bytes are copied on their way at a time, so that a processor's cache holds them."""
@@ -71,23 +71,22 @@ class KeyTable:
         """Some records of an array, in memory that the next call uses again."""
         column = self._columns[array]
         size = column.width * column.dtype.itemsize
-        words = torch.uint8 if size % 8 else torch.int64  # which are copied as fast as can be
         memory = self._gathered.get(array)
         if memory is None or len(memory) < len(records):
-            memory = torch.empty(len(records), size // words.itemsize, dtype=words)
+            memory = torch.empty(len(records), column.width, dtype=column.dtype)
             self._gathered[array] = memory
         found = memory[: len(records)]
+        target = pieces(found)
         for shard, own, at in self.parts(records):
-            stored = self._stored(shard, f"{self._stream}/{array}").view(words)
+            source = pieces(self._stored(shard, f"{self._stream}/{array}"))
             if len(own) == len(records):
-                torch.index_select(stored, 0, at, out=found)
+                source.take(at.numpy(), out=target, mode="clip")
                 continue
             together = max(1, CACHED_BYTES // max(1, size))
-            source, target = stored.numpy(), found.numpy()  # which copies rows faster than torch
             for begin in range(0, len(own), together):
                 some = slice(begin, begin + together)
-                target[own.numpy()[some]] = source[at.numpy()[some]]
-        return found.view(column.dtype)
+                target[own.numpy()[some]] = source.take(at.numpy()[some], mode="clip")
+        return found
 
     def _stored(self, shard: Shard, name: str) -> Tensor:
         """A whole array of a shard, mapped."""

@@ -6,8 +6,12 @@ rather than of time, each once, so that repeated visits of a sample meet in one 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, starmap
 
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ from dualform.memory.summary import Bases, Matrices, SummarySides
 from dualform.memory.views import Region
 from dualform.read.grouping import Grouping
 from dualform.read.progress import LateProgress
+from dualform.read.samples_matrix.buckets import Buckets, Gathered, OneByOne
 from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.visit_weights import VisitWeights
 from dualform.read.samples_matrix.visits import Visits
@@ -60,12 +65,11 @@ class Receiver:
 
 
 class InOrder:
-    """The visits of a stream in the order of their groups, read some groups at a time.
+    """The visits of a stream in the order of their groups, some at a time.
 
-    Much is read at once, and handed out as it is asked for: the visits of a group lie all over the
-    ledger, and the more of them are read together, the fewer gaps lie between them. Of all other
-    visits no more is held than one number each, which has the group in front of the visit: so
-    these numbers, sorted, are the order.
+    The visits of a group lie all over the ledger. Of all visits no more is held than one number
+    each, which has the group in front of the visit: so these numbers, sorted, are the order. Of
+    their records a part is held, of as many groups as there is memory for.
 
     Args:
         receivers: visits that count for none of them are not read.
@@ -76,8 +80,8 @@ class InOrder:
         self, visits: Visits, grouping: Grouping, receivers: Sequence[Receiver], room: Tensor
     ) -> None:
         self.visits, self._grouping, self._room = visits, grouping, room
-        self._with_keys = any(form_named(r.term.form).needs_keys for r in receivers)
-        self._most = max(1, (len(room) - visits.room_for(0)) // visits.longest)
+        with_keys = any(form_named(r.term.form).needs_keys for r in receivers)
+        self._arrays = visits.arrays(with_keys)
         self._bits = len(visits).bit_length()
         found, count = torch.empty(len(visits), dtype=torch.long), 0
         for first, steps, samples in visits.by_shard():
@@ -90,15 +94,19 @@ class InOrder:
             count += len(packed)
         self._order = found[:count]
         self._order.numpy().sort()
-        self._loaded: tuple[int, int, dict[str, Tensor], Tensor] = (0, 0, {}, found[:0])
-        self._progress = LateProgress(visits.stream.name, count)
+        self._ends = list(self._cut())
+        self._loaded = -1
+        """Which part is held."""
+        self._opened = ExitStack()
+        scans = 1 if visits.large else 2
+        self._progress = LateProgress(visits.stream.name, scans * count)
 
     def __enter__(self) -> InOrder:
-        self._progress.__enter__()
+        self._opened.enter_context(self._progress)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._progress.__exit__()
+        self._opened.close()
 
     def between(
         self, begin: int, end: int
@@ -110,35 +118,49 @@ class InOrder:
         bounds = torch.tensor([begin, end]) << self._bits
         at, last = torch.searchsorted(self._order, bounds).tolist()
         while at < last:
-            first, stop, stored, places = self._containing(at)
+            first, stop = self._load(at)
             until = self._whole_groups(at, min(last, stop), self.visits.cached)
             visits = self._visits(at, until)
-            here = places[[at - first, until - first]].tolist()
             if self._grouping.by_visit:
                 own = self._order[at:until] >> self._bits
                 groups = own.repeat_interleave(self.visits.rows(visits))
             else:
                 groups = self._grouping.of(*self.visits.of_rows(visits))
-            yield visits, groups, self.visits.made(stored, *here)
+            stored = self._gathered.records(at - first, until - first)
+            yield visits, groups, self.visits.made(stored)
             self._progress.advance(until - at)
             at = until
 
     def _visits(self, begin: int, end: int) -> Tensor:
         return self._order[begin:end] & ((1 << self._bits) - 1)
 
-    def _containing(self, at: int) -> tuple[int, int, dict[str, Tensor], Tensor]:
-        """Records that were loaded, from which visit to which, this one among them.
+    def _cut(self) -> Iterator[int]:
+        """Where parts end whose records fit into memory: groups stay whole, if they can."""
+        at, most = 0, (len(self._room) - self.visits.room_for(0)) // self.visits.record_bytes
+        while at < len(self._order):
+            ends = self.visits.records(self._visits(at, at + most)).cumsum(0)
+            fitting = int(torch.searchsorted(ends, most, right=True))
+            at = self._whole_groups(at, len(self._order), max(1, fitting))
+            yield at
 
-        Last comes where the records of each begin, and where those of the last end.
-        """
-        first, stop, _, _ = self._loaded
-        if not first <= at < stop:
-            stop = self._whole_groups(at, len(self._order), self._most)
-            visits = self._visits(at, stop)
-            ends = self.visits.records(visits).cumsum(0)
-            stored = self.visits.load(visits, self._with_keys, self._room)
-            self._loaded = (at, stop, stored, torch.cat([ends.new_zeros(1), ends]))
-        return self._loaded
+    def _load(self, at: int) -> tuple[int, int]:
+        """Has the part in memory that a visit is in: from which visit to which."""
+        number = bisect_right(self._ends, at)
+        first, stop = [0, *self._ends][number], self._ends[number]
+        if number != self._loaded:
+            self._gathered.load(number, self._visits(first, stop))
+            self._loaded = number
+        return first, stop
+
+    @cached_property
+    def _gathered(self) -> Gathered:
+        """How records come: made when they are first asked for."""
+        visits = self.visits
+        if visits.large:
+            return OneByOne(visits, self._arrays, self._room)
+        parts = starmap(self._visits, pairwise([0, *self._ends]))
+        report = self._progress.advance
+        return Buckets(visits, parts, self._arrays, self._room, self._opened, report)
 
     def _whole_groups(self, at: int, last: int, most: int) -> int:
         """Where so many visits end at most: groups stay whole, unless one alone has more."""

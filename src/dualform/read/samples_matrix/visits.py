@@ -1,7 +1,6 @@
-"""The visits of samples to a stream, to be gathered in any order.
+"""The visits of samples to a stream: which there are, and their records, in order or one by one.
 
-A visit is what one use of a layer left of one sample: records that stand side by side. Files are
-read, not mapped: to have a page mapped costs more than to copy it.
+A visit is what one use of a layer left of one sample: records that stand side by side.
 """
 
 from __future__ import annotations
@@ -9,37 +8,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
-from itertools import accumulate, pairwise
-from typing import Any, TypeAlias
+from itertools import pairwise
+from typing import TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.layers import expand, positions
 from dualform.ledger import Codec, Records, Stream
-from dualform.ledger.codecs import Exact
-from dualform.ledger.tensors import TensorFile
+from dualform.ledger.codecs import Column, Exact
 from dualform.read.engine import ShardRange
 from dualform.read.scan import RowColumns, StoredRecords, at_least_32_bits, widths
 
-GATHERED_BYTES = 512 << 20
+GATHERED_BYTES = 256 << 20
 """How many bytes of records are gathered at a time, of all streams that a book is made of."""
 CACHED_BYTES = 8 << 20
 """How many bytes of rows are made of them at a time, so that a processor's cache holds them."""
 LARGE_BYTES = 16 << 10
-"""Visits of so many bytes are read one by one: copying them costs more than asking for each."""
-GAP_BYTES = 16 << 10
-"""Up to how many bytes between two visits are read along: to ask once more costs as much."""
-READ_BYTES = 4 << 20
-"""How many bytes of a file are read at a time, so that a processor's cache holds them."""
+"""Visits of so many bytes are read one by one: to ask for each costs less than to copy it."""
+WINDOW_BYTES = 4 << 20
+"""How many bytes of records are handed out at a time in the order of time."""
 ALIGNED = 64
 
 Arrays: TypeAlias = Sequence[tuple[Sequence[int], torch.dtype]]
 """The shapes and types of some arrays."""
-
-Places = NDArray[np.int64]
 
 
 class Reused:
@@ -59,7 +51,7 @@ class Reused:
 
     def __call__(self, arrays: Arrays) -> list[Tensor]:
         """Arrays of these shapes; what was there before is lost."""
-        needed = sum(_places(arrays))
+        needed = room_of(arrays)
         if len(self._bytes) < needed:
             self.clear()  # before more is taken
             self._bytes = torch.empty(max(self.least, needed), dtype=torch.uint8)
@@ -82,6 +74,11 @@ def carved(memory: Tensor, arrays: Arrays) -> list[Tensor]:
     return [part[: _size(array)].view(array[1]).view(*array[0]) for part, array in made]
 
 
+def room_of(arrays: Arrays) -> int:
+    """How many bytes it takes to carve them."""
+    return sum(_places(arrays))
+
+
 def _places(arrays: Arrays) -> list[int]:
     """How many bytes each takes, so that the next is aligned."""
     return [-(-_size(array) // ALIGNED) * ALIGNED for array in arrays]
@@ -99,20 +96,17 @@ class Visits:
 
     def __init__(self, shards: Sequence[ShardRange], stream: Stream) -> None:
         self.stream, self._each = stream, positions(stream)
-        self._read = Reused()
-        held = [shard for shard in shards if shard.holds(stream.name)]
-        self._shards = [shard.shard for shard in held]
-        self.bases = held[0].bases(stream) if held else None
+        self._shards = [shard for shard in shards if shard.holds(stream.name)]
+        self.bases = self._shards[0].bases(stream) if self._shards else None
         """What records are kept in, where they are summaries."""
-        self._codec = _common_codec([shard.codec(stream.name) for shard in self._shards])
+        self._codec = _common_codec([self._codec_of(shard) for shard in self._shards])
         """How records are held once they are gathered."""
         self._arrays = self._codec.arrays(*widths(stream))
-        columns = self._arrays.values()
-        self._record_bytes = sum(column.width * column.dtype.itemsize for column in columns)
-        self._columns = [RowColumns(shard, stream) for shard in held]
+        self.record_bytes = self._codec.bytes_per_row(*widths(stream))
+        """How many bytes a record has."""
         self._uses = [
-            own.uses_between(shard.first, shard.last)
-            for own, shard in zip(self._columns, held, strict=True)
+            RowColumns(shard, stream).uses_between(shard.first, shard.last)
+            for shard in self._shards
         ]
         """(6, uses) of each shard: see `RowColumns.uses_between`."""
         table = torch.cat([torch.zeros(6, 0, dtype=torch.long), *self._uses], 1)
@@ -130,8 +124,9 @@ class Visits:
     def by_shard(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The number of each shard's first visit, and the steps and samples of its visits."""
         begins = self._shard_ends.tolist()
-        for begin, own, uses in zip(begins, self._columns, self._uses, strict=False):
-            yield begin, uses[4].repeat_interleave(uses[1]), own.samples_of(uses[5])
+        for begin, shard, uses in zip(begins, self._shards, self._uses, strict=False):
+            samples = RowColumns(shard, self.stream).samples_of(uses[5])
+            yield begin, uses[4].repeat_interleave(uses[1]), samples
 
     def steps(self, chosen: Tensor) -> Tensor:
         """(chosen,): the step of some visits."""
@@ -165,12 +160,17 @@ class Visits:
     @property
     def longest(self) -> int:
         """The most bytes that the records of a visit have."""
-        return self._record_bytes * self._most
+        return self.record_bytes * self._most
 
     @property
     def nbytes(self) -> int:
         """How many bytes the records of all visits have."""
-        return self._record_bytes * int(((self._ends - self._begins) * self._counts).sum())
+        return self.record_bytes * int(((self._ends - self._begins) * self._counts).sum())
+
+    @property
+    def large(self) -> bool:
+        """Whether visits are so large that each is read by itself."""
+        return self.nbytes >= LARGE_BYTES * max(1, len(self))
 
     @cached_property
     def cached(self) -> int:
@@ -194,31 +194,55 @@ class Visits:
         """Whether all visits have as many records."""
         return bool((self._counts == self._most).all())
 
-    def load(
-        self, chosen: Tensor, with_keys: bool = True, room: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """The arrays of some visits' records, one visit after the other; keys only if needed.
+    def arrays(self, with_keys: bool = True) -> dict[str, Column]:
+        """What a record takes of each array, as visits are gathered; of keys only if needed."""
+        if with_keys or self.stream.layout:
+            return dict(self._arrays)
+        return {name: self._arrays[name] for name in self._codec.value_arrays}
+
+    def in_time(self) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
+        """All records in the order of time, those of some visits after those of others.
+
+        Which visits, how many records each has, and their arrays, which are valid until the next.
+        """
+        together = max(1, WINDOW_BYTES // self.record_bytes)
+        for shard, uses, visit in zip(self._shards, self._uses, self._shard_ends, strict=False):
+            if not uses.numel():
+                continue
+            stored = StoredRecords(shard.shard, self.stream, RowColumns(shard, self.stream))
+            counts = uses[3].repeat_interleave(uses[1])
+            ends = counts.cumsum(0)
+            total, start = int(ends[-1]), int(uses[2, 0])
+            bounds = torch.arange(0, total + together, together).clamp_max_(total)
+            cuts = torch.unique(torch.searchsorted(ends, bounds, right=True)).tolist()
+            for first, last in pairwise(cuts if cuts[0] == 0 else [0, *cuts]):
+                begin, end = (start + int(ends[at - 1]) if at else start for at in (first, last))
+                arrays = stored.read(begin, end)
+                codec = self._codec_of(shard)
+                if codec != self._codec:
+                    arrays = self._codec.encode(codec.decode(arrays, 0, end - begin))
+                yield slice(int(visit) + first, int(visit) + last), counts[first:last], arrays
+                stored.let_go(begin, end)
+
+    def load(self, chosen: Tensor, arrays: Mapping[str, Column], room: Tensor) -> dict[str, Tensor]:
+        """Some arrays of some visits' records, one visit after the other; each is read by itself.
 
         `room` is memory to put them into, as many bytes as `room_for` says.
         """
-        arrays = self._arrays
-        if not (with_keys or self.stream.layout):
-            arrays = {name: arrays[name] for name in self._codec.value_arrays}
-        counts = self.records(chosen)
-        count = int(counts.sum())
+        count = int(self.records(chosen).sum())
         shapes = [((count, column.width), column.dtype) for column in arrays.values()]
-        parts = Reused()(shapes) if room is None else carved(room, shapes)
-        stored = dict(zip(arrays, parts, strict=True))
-        self._fill(stored, chosen, counts)
+        stored = dict(zip(arrays, carved(room, shapes), strict=True))
+        self._fill(stored, chosen)
         return stored
 
     def room_for(self, visits: int) -> int:
         """How many bytes it takes to load so many visits, at most."""
         return visits * self.longest + len(self._arrays) * ALIGNED
 
-    def made(self, stored: Mapping[str, Tensor], begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """The rows, keys and values, of some of the records that were loaded."""
-        rows, errors = expand(self.stream, *self._codec.decode(stored, begin, end))
+    def made(self, stored: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The rows, keys and values, of some records."""
+        count = len(next(iter(stored.values())))
+        rows, errors = expand(self.stream, *self._codec.decode(stored, 0, count))
         assert errors is not None
         return rows, errors
 
@@ -228,7 +252,7 @@ class Visits:
         name, shape = f"{self.stream.name}/shared", self.stream.shared
         shards = torch.searchsorted(self._shard_ends, self._begins[found], right=True) - 1
         places = zip(shards.tolist(), self._number[found].tolist(), strict=True)
-        stored = [self._shards[at].file.read(name, use, use + 1) for at, use in places]
+        stored = [self._shards[at].shard.file.read(name, use, use + 1) for at, use in places]
         return at_least_32_bits(torch.cat(stored)).reshape(-1, *shape), which
 
     def of_rows(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -241,73 +265,66 @@ class Visits:
         )
         return steps, samples, torch.arange(len(begin)) - begin
 
-    def _fill(self, stored: Mapping[str, Tensor], chosen: Tensor, counts: Tensor) -> None:
+    def _fill(self, stored: Mapping[str, Tensor], chosen: Tensor) -> None:
         """The records of some visits, one visit after the other; shard by shard."""
-        ordered, order = sorted_pairs(chosen)
+        counts = self.records(chosen)
+        visits, order = sorted_pairs(chosen)
         at, counts = (counts.cumsum(0) - counts)[order], counts[order]
-        cuts = torch.searchsorted(ordered, self._shard_ends).tolist()
-        for number, (begin, end) in enumerate(pairwise(cuts)):
-            if begin == end:
-                continue
-            some, visits = slice(begin, end), ordered[begin:end]
-            uses = self._use_of(visits)
-            within = visits - self._begins[uses]
-            starts = self._start[uses] + within * counts[some]
-            shard, own = self._shards[number], (at[some], starts, counts[some])
-            if shard.codec(self.stream.name) != self._codec:
-                self._fill_decoded(number, stored, *own)
-                continue
-            places = self._columns[number].places
-            keys = starts if places is None else places[0][self._first[uses] + within]
-            for name, into in stored.items():
-                for file, full, which, begins in self._places(number, name, starts, keys):
-                    columns = (own[0][which], begins, own[2][which])
-                    self._fill_array(file, into, full, *(column.numpy() for column in columns))
+        uses = self._use_of(visits)
+        within = visits - self._begins[uses]
+        starts, places = self._start[uses] + within * counts, self._first[uses] + within
+        cuts = torch.searchsorted(visits, self._shard_ends).tolist()
+        for shard, (begin, end) in zip(self._shards, pairwise(cuts), strict=True):
+            if begin < end:
+                own = (column[begin:end] for column in (at, starts, counts, places))
+                self._fill_from(shard, stored, *own)
 
-    def _places(
-        self, number: int, name: str, starts: Tensor, keys: Tensor
-    ) -> Iterator[tuple[TensorFile, str, Tensor | slice, Tensor]]:
-        """The files that have an array of some visits: what it is called, which, and where."""
-        shard, places = self._shards[number], self._columns[number].places
-        full = shard.array(self.stream.name, name)
-        if places is None or name in self._codec.value_arrays:
-            yield shard.file, full, slice(None), starts
-            return
-        for other, which, begins in places[1].parts(keys):
-            begins, order = sorted_pairs(begins)
-            yield other.file, full, which[order], begins
-
-    def _fill_array(
-        self, file: TensorFile, into: Tensor, name: str, at: Places, starts: Places, counts: Places
+    def _fill_from(
+        self,
+        shard: ShardRange,
+        stored: Mapping[str, Tensor],
+        at: Tensor,
+        starts: Tensor,
+        counts: Tensor,
+        places: Tensor,
     ) -> None:
-        """One array from one file; large visits straight to where they belong."""
-        place = file.array(name)
-        row_bytes = place.row_bytes
-        if counts.min() * row_bytes >= LARGE_BYTES:
-            each = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
-            file.read_into(into, name, zip(at.tolist(), each, strict=True))
+        """Visits of one shard: where they belong, their records, and their places in the shard."""
+        columns = RowColumns(shard, self.stream)
+        if self._codec_of(shard) != self._codec:
+            self._fill_decoded(shard, columns, stored, at, starts, counts)
             return
-        cuts = np.flatnonzero(np.diff(starts * row_bytes // READ_BYTES)) + 1
-        for begin, end in pairwise([0, *cuts.tolist(), len(starts)]):
-            some = slice(begin, end)
-            spans, begins = _spans(row_bytes, starts[some], counts[some])
-            lengths = [stop - start for start, stop in spans]
-            (records,) = self._read([((sum(lengths), *place.shape[1:]), place.dtype)])
-            file.read_into(records, name, zip(accumulate(lengths, initial=0), spans, strict=False))
-            _copy(into, at[some], records, begins, counts[some])
+        for name, into in stored.items():
+            full = shard.shard.array(self.stream.name, name)
+            parts = iter([(shard.shard, torch.arange(len(starts)), starts)])
+            if columns.places is not None and name not in self._codec.value_arrays:
+                parts = columns.places[1].parts(columns.places[0][places])
+            for holder, which, begins in parts:
+                begins, order = sorted_pairs(begins)
+                which = which[order]
+                spans = zip(begins.tolist(), (begins + counts[which]).tolist(), strict=True)
+                into_at = zip(at[which].tolist(), spans, strict=True)
+                holder.file.read_into(into, full, into_at)
 
     def _fill_decoded(
-        self, number: int, stored: Mapping[str, Tensor], at: Tensor, starts: Tensor, counts: Tensor
+        self,
+        shard: ShardRange,
+        columns: RowColumns,
+        stored: Mapping[str, Tensor],
+        at: Tensor,
+        starts: Tensor,
+        counts: Tensor,
     ) -> None:
         """From a file that another codec keeps, visit by visit."""
-        shard = self._shards[number]
-        records = StoredRecords(shard, self.stream, self._columns[number])
+        records = StoredRecords(shard.shard, self.stream, columns)
         for to, start, count in zip(at.tolist(), starts.tolist(), counts.tolist(), strict=True):
             arrays = records.read(start, start + count)
-            rows = shard.codec(self.stream.name).decode(arrays, 0, count)
+            rows = self._codec_of(shard).decode(arrays, 0, count)
             for name, encoded in self._codec.encode(rows).items():
                 if name in stored:
                     stored[name][to : to + count] = encoded
+
+    def _codec_of(self, shard: ShardRange) -> Codec:
+        return shard.shard.codec(self.stream.name)
 
 
 def sorted_pairs(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,42 +355,3 @@ def _common_codec(codecs: Sequence[Codec]) -> Codec:
         torch.empty(0, dtype=torch.int64 if places else keys), torch.empty(0).to(values)
     )
     return Exact.for_records(empty)
-
-
-def _spans(row_bytes: int, starts: Places, counts: Places) -> tuple[list[tuple[int, int]], Places]:
-    """What to read of some visits, in order: ranges of records; and where visits then begin."""
-    ends = starts + counts
-    gaps = starts[1:] - ends[:-1]
-    cuts = np.flatnonzero(gaps * row_bytes > GAP_BYTES)
-    first, last = [0, *(cuts + 1).tolist()], [*cuts.tolist(), len(starts) - 1]
-    spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
-    skipped = np.zeros_like(starts)
-    skipped[cuts + 1] = gaps[cuts]
-    return spans, starts - starts[0] - skipped.cumsum()
-
-
-def _copy(into: Tensor, at: Places, records: Tensor, places: Places, counts: Places) -> None:
-    """`into[at + i] = records[places + i]` for i up to each count; in blocks as large as can be."""
-    unit = int(np.gcd.reduce(counts))
-    if unit > 1:
-        unit = int(np.gcd.reduce(np.concatenate([at, places, [unit]])))
-    target, source = _blocks(into, unit), _blocks(records, unit)
-    if (counts == unit).all():
-        begins, origins = at // unit, places // unit
-    else:
-        counts = counts // unit
-        within = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-        begins, origins = (p.repeat(counts) + within for p in (at // unit, places // unit))
-    target[begins] = source if np.array_equal(origins, np.arange(len(source))) else source[origins]
-
-
-def _blocks(rows: Tensor, unit: int) -> NDArray[Any]:
-    """(blocks, numbers): so many rows together, without those left at the end."""
-    count = len(rows) // unit
-    size = unit * math.prod(rows.shape[1:])
-    return rows[: count * unit].view(count, size).view(_raw(rows.dtype)).numpy()
-
-
-def _raw(dtype: torch.dtype) -> torch.dtype:
-    """A type of the same size that numpy has too."""
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
