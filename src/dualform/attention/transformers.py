@@ -25,6 +25,7 @@ from dualform.attention.kinds import (
     learned_parts,
     record_of,
     with_unit_values,
+    with_weights,
 )
 from dualform.attention.kinds import kind as kind_of
 from dualform.attention.masks import Sight, read_mask
@@ -170,11 +171,13 @@ def _forward(
     if position_bias is not None:
         sight = _with_bias(sight, position_bias[..., : key.shape[-2]], query)
     width, wants_weights = value.shape[-1], bool(others.get("output_attentions"))
-    if wants_weights:
+    if wants_weights and known.codes is None:
         value = with_unit_values(value)
     own = {name: getattr(module, f"{OWN}{name}", x) for name, x in options.items()}
     given = {"scale": scaling, **own} if known.takes_scale else own
-    read = partial(known.layer, dropout_p=dropout, **given)
+    read: Callable[..., Tensor] = partial(known.layer, dropout_p=dropout, **given)
+    if wants_weights and known.codes is not None:
+        read = partial(_with_codes, read)
     if known.has_positions:
         _require_places(kind, module, sight, causal, query, key)
     if known.pools:
@@ -184,6 +187,13 @@ def _forward(
         y = _read(read, query, key, value, sight)
     weights = pad(y[..., width:], (0, keys - key.shape[-2])) if wants_weights else None
     return y[..., :width].transpose(1, 2).contiguous(), weights
+
+
+def _with_codes(
+    read: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **at: Any
+) -> Tensor:
+    """What a layer that is not linear in its values reads, and beside it its codes."""
+    return torch.cat(with_weights(read, q, k, v, attn_mask=mask, **at), -1)
 
 
 def _read(read: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
