@@ -9,7 +9,8 @@ layer reads them, so it is a cache like others. What a layer cannot follow is re
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -114,6 +115,31 @@ def add(name: str, kind: str | Primal | Layer, options: dict[str, Any]) -> None:
     kind_of(kind, **options)  # raises where there is no such kind or option
     AttentionInterface.register(name, partial(_forward, kind=kind, options=options))
     AttentionMaskInterface.register(name, _mask)
+
+
+@contextmanager
+def wrapped(
+    around: Callable[
+        [Callable[..., Any], str | Primal | Layer, dict[str, Any]], Callable[..., Any]
+    ],
+) -> Iterator[None]:
+    """While it lasts, models read by what `around` makes of each function that was registered.
+
+    >>> with wrapped(lambda read, kind, options: read):
+    ...     register("local", name="narrow", window=2)
+    ['narrow']
+    """
+    table: Any = AttentionInterface()  # type: ignore[no-untyped-call]
+    own = {name: table[name] for name in table if getattr(table[name], "func", None) is _forward}
+    for name, read in own.items():
+        AttentionInterface.register(
+            name, around(read, read.keywords["kind"], read.keywords["options"])
+        )
+    try:
+        yield
+    finally:
+        for name, read in own.items():
+            AttentionInterface.register(name, read)
 
 
 def _mask(*given: Any, config: Any = None, **named: Any) -> Tensor | None:
