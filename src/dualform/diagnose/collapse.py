@@ -87,21 +87,22 @@ def _largest_singular_value(x: Tensor) -> Tensor:
         x = _in_few_directions(x)
     gram = x.mT @ x if x.shape[1] > x.shape[2] else x @ x.mT
     largest: Tensor = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
-    return torch.where(known, largest, torch.nan)
+    return largest.masked_fill(~known, torch.nan)
 
 
 def _in_few_directions(x: Tensor) -> Tensor:
     """(batch, tokens, ROUNDS): x in a basis of `v, XᵀXv, (XᵀX)²v, …`, close to its largest axis."""
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(x.shape[2], 1, generator=generator).to(x).expand(len(x), -1, -1)
-    basis = v / v.norm(dim=1, keepdim=True)
+    basis: Tensor = v / v.norm(dim=1, keepdim=True)
     for _ in range(ROUNDS - 1):
         v = x.mT @ (x @ basis[..., -1:])
         for _ in range(2):  # the second time for what rounding left
             v = v - basis @ (basis.mT @ v)
         v = v / v.norm(dim=1, keepdim=True).clamp_min(1e-30)
         basis = torch.cat([basis, v], -1)
-    return x @ basis
+    found: Tensor = x @ basis
+    return found
 
 
 def _mean_cosine(x: Tensor) -> Tensor:

@@ -227,8 +227,9 @@ def audit_layer(layer: nn.MultiheadAttention, x: Tensor, sample: int = 0) -> lis
             f"sample={sample}: x has {len(rows)} samples; give 0 to {len(rows) - 1}."
         )
     q, k, v = module.heads(*[rows[sample][None]] * 3)
-    heads = zip(q[0], *(for_each_query_head(t, q)[0] for t in (k, v)), strict=True)
-    return [audit_values(*head, scale=module.layer.keywords.get("scale")) for head in heads]
+    k, v = (for_each_query_head(t, q) for t in (k, v))
+    scale = module.layer.keywords.get("scale")
+    return [audit_values(*head, scale) for head in zip(q[0], k[0], v[0], strict=True)]
 
 
 def _audit(q: Tensor, k: Tensor, v: Tensor, axes: KernelPCA, scale: float | None) -> ValueAudit:
