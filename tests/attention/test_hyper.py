@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from tests.attention.cases import draw, near
 from torch import Tensor
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from dualform import attention
 from dualform.attention.hyper import hyper, latent_codes
@@ -97,6 +101,85 @@ def test_values_of_all_pairs_are_never_held(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(kept.values()) <= 4 * 2 * 40 * 64 * 2
 
 
+class Peak(TorchDispatchMode):
+    """The most bytes that the results of torch's operations take at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._made += [weakref.ref(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
+        alive = [x for x in (made() for made in self._made) if x is not None]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in alive}
+        self.bytes = max(self.bytes, sum(one.nbytes() for one in storages.values()))
+        return out
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_some_keys_at_a_time_take_less_memory_than_all(
+    monkeypatch: pytest.MonkeyPatch, learns: bool
+) -> None:
+    """One key at a time: the outputs of all parts would be as many as heads times all pairs."""
+    heads, L, S, M = 4, 32, 128, 64
+    q, k, v = (torch.randn(heads, n, M, requires_grad=learns) for n in (L, S, S))
+    peaks = {}
+    for pairs in (module.PAIRS, L * M):
+        monkeypatch.setattr(module, "PAIRS", pairs)
+        with Peak() as peak:
+            y = hyper(q, k, v)
+            if learns:
+                torch.autograd.grad(y.sum(), (q, k, v))
+        peaks[pairs] = peak.bytes
+    whole, parts = peaks.values()
+    of_all_pairs = 4 * L * S * M
+    assert whole > of_all_pairs > parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scores", ["rms", "softmax"])
+def test_large_scores_do_not_overflow_in_half_precision(dtype: torch.dtype, scores: str) -> None:
+    """Scores beyond 256 have squares that float16 cannot hold."""
+    q, k, v = (x.to(dtype) for x in draw(0, 5, 6, batch=(4,)))
+    q, k = q * 40, k * 40
+    assert float((q.double() @ k.double().mT).abs().max()) / math.sqrt(q.shape[-1]) > 1000
+    found = hyper(q, k, v, scores=scores)
+    exact = hyper(q.double(), k.double(), v.double(), scores=scores)
+    assert found.dtype == latent_codes(q, k, scores=scores).dtype == dtype
+    near(found.double(), exact, 60 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("scores", ["rms", "softmax"])
+@pytest.mark.parametrize("shape", [(5, 0), (0, 4), (0, 0)])
+def test_no_keys_read_zero(scores: str, shape: tuple[int, int]) -> None:
+    q, k, v = draw(0, *shape, batch=(2, 3))
+    expected = torch.zeros(2, 3, shape[0], v.shape[-1], dtype=v.dtype)
+    assert torch.equal(hyper(q, k, v, scores=scores), expected)
+
+
+@law
+@given(seed=seeds, L=st.integers(1, 5), S=st.integers(1, 6), causal=st.booleans())
+def test_a_softmax_takes_a_bias(seed: int, L: int, S: int, causal: bool) -> None:
+    """Against loops over heads, queries and keys; -1e9 hides a key."""
+    q, k, v = draw(seed, L, S, batch=(3,))
+    bias = torch.randn(L, S, generator=torch.Generator().manual_seed(seed)).double()
+    bias[:, 1:] = bias[:, 1:].masked_fill(bias[:, 1:] < -0.7, -1e9)
+    sees = (bias > -1e8).tril() if causal else bias > -1e8
+    a = torch.zeros(3, L, S).double()
+    for h, i in ((h, i) for h in range(3) for i in range(L)):
+        keys = [j for j in range(S) if sees[i, j]]
+        e = {
+            j: math.exp(float(q[h, i] @ k[h, j]) / math.sqrt(q.shape[2]) + bias[i, j]) for j in keys
+        }
+        for j in keys:
+            a[h, i, j] = e[j] / sum(e.values())
+    expected = torch.einsum("hqk,qkm->hqm", a, torch.einsum("hqk,hkm->qkm", a, v).relu())
+    near(hyper(q, k, v, bias, is_causal=causal, scores="softmax"), expected, 1e-12)
+    near(latent_codes(q, k, bias, is_causal=causal, scores="softmax"), a, 1e-12)
+
+
 def test_queries_at_an_offset_are_the_last_of_all() -> None:
     q, k, v = draw(3, 12, 12)
     y = hyper(q, k, v, is_causal=True)
@@ -149,7 +232,9 @@ def test_what_it_cannot_do_is_refused() -> None:
         hyper(q, k, v, activation="gelu")
     with pytest.raises(AttentionError, match="scores='max' is unknown; choose one of 'rms'"):
         hyper(q, k, v, scores="max")
-    with pytest.raises(AttentionError, match="attn_mask adds finite numbers to scores"):
+    with pytest.raises(
+        AttentionError, match=r"scores='rms' only hides keys; .* or take scores='softmax'"
+    ):
         hyper(q, k, v, torch.tensor([[0.0, 1.0, 0.0]]).double())
     with pytest.raises(AttentionError, match="kind='hyper' is not linear in its values"):
         attention.memory("hyper", k, v)

@@ -228,6 +228,10 @@ def test_weights_are_given_where_asked_for(name: str) -> None:
     for weights in asked.attentions:
         assert torch.equal(weights, weights.tril())
         assert (weights[0, ..., :3] == 0).all()
+    if name == "dualform_hyper":  # latent codes: of one size over the heads, and of either sign
+        sizes = asked.attentions[0][1].square().mean(0)
+        torch.testing.assert_close(sizes, torch.ones_like(sizes).tril(), rtol=0, atol=1e-2)
+        assert bool((asked.attentions[0] < 0).any())
     if name == "dualform_softmax":
         eager = build(LlamaForCausalLM, LLAMA, "eager")
         with torch.no_grad():

@@ -12,8 +12,9 @@ from tests.diagnose.test_mask_graph import window
 from torch import Tensor, nn
 
 from dualform import attention
-from dualform.diagnose import collapse, dobrushin, spread
-from dualform.diagnose.blocks import BlockState, find_blocks, watched
+from dualform.diagnose import Collapse, LayerSpread, collapse, dobrushin, spread
+from dualform.diagnose.blocks import find_blocks, watched
+from dualform.diagnose.calls import BlockState
 from dualform.errors import AttentionError
 
 
@@ -56,29 +57,44 @@ def test_attention_alone_collapses_and_a_narrow_window_does_not(mask: str) -> No
     assert ends["near"] > 0.3
 
 
-def layer_norm(x: Tensor) -> Tensor:
-    """Onto the unit sphere, token by token."""
-    return nn.functional.normalize(x, dim=-1)
+@pytest.mark.parametrize(("count", "width"), [(30, 40), (197, 300), (520, 700), (700, 520)])
+def test_stable_rank_of_flat_spectra_is_exact(count: int, width: int) -> None:
+    """Where many singular values are close to the largest, it is slow to find."""
+    x = torch.randn(2, count, width, generator=torch.Generator().manual_seed(0))
+    exact = [float((one.norm() / torch.linalg.svdvals(one)[0]) ** 2) for one in x.double()]
+    assert spread(x).stable_rank == pytest.approx(sum(exact) / 2, rel=1e-3)
+
+
+def ends(W: Tensor, starts: Tensor) -> Tensor:
+    """Two tokens under causal uniform attention, values `x @ W` and norms of 1, after 2000 layers.
+
+    The second starts at each of some angles, the first at (0.3, 1) / ‖·‖.
+    """
+    A = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
+    second = torch.stack([starts.cos(), starts.sin()], -1)
+    first = nn.functional.normalize(torch.tensor([0.3, 1.0], dtype=torch.float64), dim=0)
+    x = torch.stack([first.expand_as(second), second], 1)
+    for _ in range(2000):
+        x = nn.functional.normalize(A @ x @ W, dim=-1)
+    return x
 
 
 def test_layer_norm_with_some_values_keeps_rank_two() -> None:
-    """The counterexample: N = d = 2, causal uniform attention, W_V = [[.5, 2], [0, 1]]."""
+    """Wu et al.'s counterexample: N = d = 2, W_V = [[.5, 2], [0, 1]] for rows as vectors."""
     W = torch.tensor([[0.5, 2.0], [0.0, 1.0]], dtype=torch.float64)
-    A = torch.tensor([[1.0, 0.0], [0.5, 0.5]], dtype=torch.float64)
     angles = 2 * math.pi * torch.arange(720, dtype=torch.float64) / 720
-    second = torch.stack([angles.cos(), angles.sin()], -1)
-    x = torch.stack([torch.tensor([[0.6, 0.8]], dtype=torch.float64).expand(720, 2), second], 1)
-    for _ in range(2000):
-        x = layer_norm(A @ x @ W.T)
-    apart = (x[:, 0] * x[:, 1]).sum(-1).abs() < 1 - 1e-6
-    orthogonal = torch.linalg.qr(W).Q
-    y = torch.stack([torch.tensor([[0.6, 0.8]], dtype=torch.float64).expand(720, 2), second], 1)
-    for _ in range(2000):
-        y = layer_norm(A @ y @ orthogonal.T)
-    assert int(apart.sum()) > 0
-    assert float(((y[:, 0] * y[:, 1]).sum(-1).abs() < 1 - 1e-6).double().mean()) < 0.01
-    end = x[apart]
-    assert torch.linalg.matrix_rank(end, atol=1e-3).eq(2).all()
+    x = ends(W, angles)
+    apart = torch.tensor([spread(one[None]).stable_rank > 1.01 for one in x])
+    assert int(apart.sum()) == 204
+    expected = torch.tensor([[0.0, 1.0], [-0.2585, -0.9660]], dtype=torch.float64)
+    torch.testing.assert_close(x[apart], expected.expand(204, 2, 2), rtol=0, atol=1e-4)
+    kept = spread(x[apart])
+    assert kept.stable_rank == pytest.approx(2 / (1 + 0.9660), abs=1e-3)  # cos is -0.9660
+    assert kept.relative > 0.9
+    one = spread(x[~apart])
+    assert one.stable_rank == pytest.approx(1, abs=1e-9)
+    orthogonal = spread(ends(torch.linalg.qr(W).Q, angles[1:]))
+    assert orthogonal.stable_rank == pytest.approx(1, abs=1e-3)
 
 
 def encoder(batch_first: bool = True, layers: int = 3, **options: Any) -> nn.TransformerEncoder:
@@ -133,10 +149,150 @@ def test_masks_are_seen() -> None:
         torch.testing.assert_close(one.sum(-1), torch.ones(2, 4, 6))
 
 
-def test_our_own_layers_are_seen() -> None:
-    model = attention.replace(encoder(), "batch_norm")
-    found = collapse(model, torch.randn(2, 6, 16))
-    assert all(one.contraction is not None for one in found.layers)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("softmax", {}),
+        ("batch_norm", {}),
+        ("scaled_heads", {"factors": (1, 2)}),
+        ("local", {"window": 2}),
+        ("linear", {}),
+    ],
+)
+@torch.no_grad()
+def test_our_own_layers_are_seen_once(kind: str, options: dict[str, Any]) -> None:
+    """By their own weights, whatever calls their layers make inside."""
+    model, x = attention.replace(encoder(), kind, **options), torch.randn(2, 6, 16)
+    found = collapse(model, x)
+    block: Any = next(model.children())[0]
+    _, weights = block.self_attn(x, x, x, average_attn_weights=False)
+    assert found.layers[0].contraction == pytest.approx(float(dobrushin(weights).mean()), rel=1e-4)
+    assert found.layers[0].least_weight == pytest.approx(float(weights[weights > 0].min()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("hyper", {}), ("ridge", {}), ("linear", {"normalized": False})]
+)
+def test_weights_that_are_no_averages_have_no_contraction(
+    kind: str, options: dict[str, Any]
+) -> None:
+    found = collapse(attention.replace(encoder(), kind, **options), torch.randn(2, 6, 16))
+    assert [one.contraction for one in found.layers] == [None] * 3
+
+
+def test_half_precision_is_seen() -> None:
+    x = torch.randn(2, 6, 16)
+    found, exact = collapse(encoder().bfloat16(), x.bfloat16()), collapse(encoder(), x)
+    for one, other in zip(found.layers, exact.layers, strict=True):
+        assert one.contraction == pytest.approx(other.contraction, rel=0.1)
+        assert one.spread.distance == pytest.approx(other.spread.distance, rel=0.1)
+
+
+class UsesWeights(nn.Module):
+    """A block that reads what its attention returns for weights."""
+
+    def __init__(self, average: bool) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.average = average
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, none = self.attn(x, x, x, None, False)
+        assert none is None
+        y, weights = self.attn(x, x, x, None, True, None, self.average)
+        assert weights.shape == (2, 6, 6) if self.average else (2, 4, 6, 6)
+        seen = weights if self.average else weights.mean(1)
+        return y + seen @ x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("average", [True, False])
+@torch.no_grad()
+def test_models_get_the_weights_they_ask_for(average: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(UsesWeights(average), UsesWeights(average)), torch.randn(2, 6, 16)
+    found = collapse(model, x)
+    assert found.layers[1].spread.distance == pytest.approx(spread(model(x)).distance, rel=1e-5)
+    block: Any = model[0]
+    _, weights = block.attn(x, x, x, average_attn_weights=False)
+    twice = float(dobrushin(weights).mean()) ** 2
+    assert found.layers[0].contraction == pytest.approx(twice, rel=1e-5)
+
+
+class Normed(nn.Module):
+    """A block with all that differs in training: dropout of weights, and running statistics."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 4, dropout=0.5, batch_first=True)
+        self.norm, self.fused = nn.BatchNorm1d(16), fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            p = 0.5 if self.training else 0.0
+            y = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=p)
+        else:
+            y = self.attn(x, x, x)[0]
+        return self.norm(y.mT).mT  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_training_mode_changes_neither_what_is_measured_nor_the_model(fused: bool) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Normed(fused), Normed(fused)), torch.randn(2, 6, 16)
+    expected = collapse(model.eval(), x).to_pandas()
+    model.train()[1].eval()
+    before = copy.deepcopy(model.state_dict())
+    assert collapse(model, x).to_pandas().equals(expected)
+    assert model[0].training
+    assert not model[1].training
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_cross_attention_brings_no_tokens_together() -> None:
+    torch.manual_seed(0)
+    block = nn.TransformerDecoderLayer(16, 4, 32, 0.0, batch_first=True)
+    model, x = nn.TransformerDecoder(block, 2), torch.randn(2, 6, 16)
+    for other in (torch.randn(2, 9, 16), torch.randn(2, 6, 16)):
+        found = collapse(model, x, other)
+        own: Any = model.layers[0]
+        _, weights = own.self_attn(x, x, x, average_attn_weights=False)
+        tau = float(dobrushin(weights).mean())
+        assert found.layers[0].contraction == pytest.approx(tau, rel=1e-5)
+
+
+class Fused(nn.Module):
+    """A block of one fused call."""
+
+    def __init__(self, mask: Tensor | None = None, keys: int = 6) -> None:
+        super().__init__()
+        self.linear, self.mask, self.keys = nn.Linear(16, 16), mask, keys
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.linear(x)[:, : self.keys]
+        return x + nn.functional.scaled_dot_product_attention(x, k, k, self.mask)
+
+
+def test_fused_calls_that_see_nothing_or_other_tokens_are_not_counted() -> None:
+    x = torch.randn(2, 6, 16)
+    for blocks in ([Fused(torch.zeros(6, 6).bool())] * 2, [Fused(keys=4)] * 2):
+        found = collapse(nn.Sequential(*blocks), x)
+        assert [one.contraction for one in found.layers] == [None, None]
+        assert [one.least_weight for one in found.layers] == [None, None]
+    assert collapse(nn.Sequential(Fused(), Fused()), x).layers[0].contraction is not None
+
+
+def test_patterns_name_the_outermost_modules() -> None:
+    model, x = encoder(), torch.randn(2, 6, 16)
+    expected = collapse(model, x).to_pandas()
+    for pattern in ("layers.*", "layers*", ["layers.?", "layers.2"]):
+        assert collapse(model, x, layers=pattern).to_pandas().equals(expected)
+    inner = collapse(model, x, layers="*self_attn*")
+    assert [one.name for one in inner.layers] == [f"layers.{at}.self_attn" for at in range(3)]
+    assert [one.contraction for one in inner.layers] == expected["contraction"].tolist()
+    both = collapse(model, x, layers=["layers.0", "layers.0.self_attn"])
+    assert [one.name for one in both.layers] == ["layers.0.self_attn", "layers.0"]
+    assert {one.contraction for one in both.layers} == {expected["contraction"].iloc[0]}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
@@ -163,10 +319,59 @@ def test_transformers_are_seen(name: str) -> None:
     assert all(one.contraction is not None and one.contraction < 1 for one in found.layers)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "scaled_heads", "ridge", "hyper"])
+@torch.no_grad()
+def test_transformers_that_read_by_our_kinds_are_seen(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=4,
+    )
+    model, x = transformers.ViTModel(config).eval(), torch.randn(2, 3, 16, 16)
+    plain = collapse(model, x)
+    found = collapse(attention.replace(model, kind), x)
+    if kind in ("ridge", "hyper"):
+        assert [one.contraction for one in found.layers] == [None, None]
+        return
+    asked = model(x, output_attentions=True).attentions
+    for one, weights in zip(found.layers, asked, strict=True):
+        assert one.contraction == pytest.approx(float(dobrushin(weights).mean()), rel=1e-4)
+    assert (plain.layers[0].contraction == pytest.approx(found.layers[0].contraction)) == (
+        kind == "softmax"
+    )
+
+
+def scaled(*sizes: float) -> Collapse:
+    """What is found of tokens of which each block leaves that much, but for their mean."""
+    x = torch.randn(1, 9, 4, generator=torch.Generator().manual_seed(0))
+    x = x - x.mean(1, keepdim=True)
+    layers = (torch.ones(4) + size * x for size in sizes)
+    return Collapse(tuple(LayerSpread(f"h.{at}", spread(y)) for at, y in enumerate(layers)))
+
+
+def test_findings_say_what_happens_to_differences() -> None:
+    assert scaled(0.01, 0.005, 0.0025).finding.startswith(
+        "Differences between tokens are multiplied by 0.500 from block to block: in the end they "
+        "are 0."
+    )
+    assert "stay as they are: in the end" in scaled(0.1, 0.1).finding
+    assert scaled(0.1).finding.startswith("Differences between tokens are, after 'h.0', ")
+    for bad in (math.nan, math.inf):
+        said = "Tokens after 'h.1' are not finite, so their differences are not known."
+        assert scaled(0.1, bad, 0.1).finding == said
+        assert said in repr(scaled(0.1, bad)).replace("\n", " ")
+
+
 def test_a_result_prints_plots_and_becomes_a_frame() -> None:
     found = collapse(encoder(), torch.randn(2, 6, 16))
     assert "Differences between tokens" in repr(found)
-    assert found.to_pandas().shape == (3, 5)
+    assert found.to_pandas().shape == (3, 6)
+    assert found.to_pandas()["least_weight"].tolist() == [x.least_weight for x in found.layers]
     assert len(found.plot().lines) == 2
     same = collapse(encoder(), torch.zeros(2, 6, 16))
     assert same.collapsed == "layers.0"

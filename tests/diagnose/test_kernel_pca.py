@@ -97,8 +97,77 @@ def test_every_head_of_a_layer_is_audited() -> None:
     assert len(heads) == 3
 
 
+def test_a_layer_s_own_scale_and_shared_keys_are_taken() -> None:
+    """Against the audit of heads that are projected by hand."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 15, 12)
+    for options in ({"scale": 0.9}, {"num_kv_heads": 1}, {}):
+        layer = attention.MultiheadAttention(12, 3, batch_first=True, **options).double()
+        W, biases = layer._projections()
+        q, k, v = (x[1].double() @ w.T + b for w, b in zip(W, biases, strict=True))
+        q, k, v = (t.view(15, -1, 4).transpose(0, 1) for t in (q, k, v))
+        for head, found in enumerate(audit_layer(layer, x, sample=1)):
+            at = head if len(k) == 3 else 0
+            expected = audit_values(q[head], k[at], v[at], options.get("scale"))
+            for name in ("cosine", "cka", "gamma_spread", "kernel_cka", "projected"):
+                assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind", ["linear", "local", "batch_norm", "scaled_heads", "entmax", "ridge", "hyper"]
+)
+def test_other_kinds_are_refused(kind: str) -> None:
+    layer = attention.MultiheadAttention(16, 4, batch_first=True, kind=kind)
+    with pytest.raises(AttentionError, match=rf"kind='{kind}' has other weights than the softmax"):
+        audit_layer(layer, torch.randn(1, 9, 16))
+
+
+def test_what_needs_gradients_is_audited_without() -> None:
+    q, k, v = torch.randn(3, 12, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    learned = [x.clone().requires_grad_() for x in (q, k, v)]
+    assert audit_values(*learned) == audit_values(q, k, v)
+    assert not kernel_pca(learned[1], 2).values.requires_grad
+    assert torch.equal(kpca_values(learned[1], 2), kpca_values(k, 2))
+
+
+def test_leading_axes_are_the_first_of_all() -> None:
+    k = torch.randn(9, 4, generator=torch.Generator().manual_seed(0))
+    every = kernel_pca(k)
+    assert every.values.shape == (9, 8)
+    for count in (1, 3, 8, 20):
+        few, given = every.leading(count), kernel_pca(k, min(count, 8))
+        for name in ("values", "duals", "eigenvalues", "gram", "log_g"):
+            assert torch.equal(getattr(few, name), getattr(given, name))
+
+
+def test_values_beyond_float64_are_refused() -> None:
+    k = torch.nn.functional.normalize(
+        torch.randn(10, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=1
+    )
+    with pytest.raises(AttentionError, match=r"so long that .* exp\(-\d+\), which float64 cannot"):
+        kpca_values(60 * k, 3)
+    found = kpca_values(30 * k, 3)
+    assert found.isfinite().all()
+    assert found.abs().amax(0).min() > 0
+    assert audit_values(k, 60 * k, kernel_pca(60 * k, 3).values).cosine == pytest.approx(1)
+
+
+@pytest.mark.parametrize("key", [0.0, 1.0, 0.1, 50.0])
+@pytest.mark.parametrize("count", [1, 3, 20, 33])
+def test_keys_that_are_alike_have_no_axes(key: float, count: int) -> None:
+    x = torch.full((count, 3), key)
+    for call in (lambda: kernel_pca(x, 1), lambda: audit_values(x, x, x)):
+        with pytest.raises(AttentionError, match=f"these {count} keys have no principal axes"):
+            call()
+
+
 def test_bad_shapes_are_refused() -> None:
     x = torch.randn(6, 3)
+    layer = nn.MultiheadAttention(4, 2, batch_first=True)
+    with pytest.raises(AttentionError, match="sample=3: x has 1 samples; give 0 to 0"):
+        audit_layer(layer, torch.randn(1, 6, 4), sample=3)
+    with pytest.raises(AttentionError, match=r"x has shape \(6, 4\); give tokens of samples"):
+        audit_layer(layer, torch.randn(6, 4))
     with pytest.raises(
         AttentionError, match=r"keys have shape \(1, 6, 3\); give those of one head"
     ):

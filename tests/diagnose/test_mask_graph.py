@@ -58,10 +58,15 @@ def test_radii_of_known_masks(count: int, width: int) -> None:
     assert mask_graph(with_global).radius == 1
 
 
-def test_masks_of_numbers_are_those_of_booleans() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("hides", ["-inf", "-1e9", "least"])
+def test_masks_of_numbers_are_those_of_booleans(hides: str, dtype: torch.dtype) -> None:
     mask = window(12, 2, 0)
-    numbers = torch.zeros(12, 12).masked_fill(~mask, -torch.inf)
+    number = torch.finfo(dtype).min if hides == "least" else float(hides)
+    numbers = torch.zeros(12, 12, dtype=dtype).masked_fill(~mask, number)
     assert mask_graph(numbers) == mask_graph(mask)
+    biased = numbers + torch.randn(12, 12, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert mask_graph(biased) == mask_graph(mask)
 
 
 def test_tokens_that_are_never_reached_are_named() -> None:
@@ -103,7 +108,26 @@ def test_dobrushin_bounds_the_range_and_is_reached() -> None:
         assert (A @ worst).amax() - (A @ worst).amin() == pytest.approx(tau, abs=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dobrushin_of_weights_in_half_precision(dtype: torch.dtype) -> None:
+    scores = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(0))
+    weights = torch.softmax(scores, -1).to(dtype)
+    assert torch.equal(dobrushin(weights), dobrushin(weights.float()))
+
+
+def test_dobrushin_leaves_out_rows_that_see_nothing() -> None:
+    """A padded row reads 0, which is no average of anything."""
+    A = torch.softmax(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)), -1)
+    padded = torch.stack([torch.cat([A, torch.zeros(2, 6)]), torch.cat([torch.zeros(2, 6), A])])
+    torch.testing.assert_close(dobrushin(padded), dobrushin(A).expand(2))
+
+
 def test_what_is_no_mask_is_refused() -> None:
+    with pytest.raises(AttentionError, match=r"mask is torch\.int64; give .* \(mask\.bool\(\)\)"):
+        mask_graph(torch.ones(2, 2).long())
+    for mask in (torch.ones(2, 2).bool(), torch.eye(2).bool()):
+        with pytest.raises(AttentionError, match="layers=-3 is no number of layers; give how many"):
+            mask_graph(mask).bound(0.2, layers=-3)
     with pytest.raises(AttentionError, match=r"mask has shape \(2, 3\)"):
         mask_graph(torch.ones(2, 3).bool())
     with pytest.raises(AttentionError, match=r"least_weight=1\.5 is no attention weight"):

@@ -6,11 +6,12 @@ value network of two layers, whose weights the scores make (Schug, Kobayashi, Ak
 Pascanu, *Attention as a Hypernetwork*, 2024). The scores `a_·qk` are the pair's *latent code*.
 
 The values of all pairs are (L, S, M) numbers. They are formed for some keys at a time, and again
-for the backward pass.
+for the backward pass; the scores of all pairs are held, (heads, L, S).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -25,6 +26,7 @@ from dualform.attention.shapes import (
     require_mask,
     require_shapes,
     visible,
+    wide,
     with_causal,
 )
 from dualform.errors import AttentionError
@@ -53,7 +55,8 @@ def hyper(
     """o_hq = Σ_k a_hqk φ(Σ_g a_gqk v_gk), with a = scale q·k over its root mean square by heads.
 
     `activation` is φ, "relu" or "linear"; `scores="softmax"` takes a softmax over keys for a, as
-    ordinary attention does. It is the one kind that is not linear in the values.
+    ordinary attention does, and a mask may then add numbers to what it is taken of. It is the one
+    kind that is not linear in the values.
 
     >>> q, k, v = torch.randn(3, 2, 5, 8).unbind()           # 2 heads, 5 tokens
     >>> hyper(q, k, v, is_causal=True).shape
@@ -68,17 +71,19 @@ def hyper(
         known = ", ".join(map(repr, BETWEEN))
         raise AttentionError(f"activation='{activation}' is unknown; choose one of {known}.")
     v = _with_heads(for_each_query_head(v, q))
-    codes = partial(_codes, _with_heads(q), scale=scale, scores=scores)
-    a = codes(_with_heads(for_each_query_head(k, q)), _mask(q, k, attn_mask, is_causal, offset))
+    mask = _mask(q, k, attn_mask, is_causal, offset, scores)
+    a = _codes(_with_heads(q), _with_heads(for_each_query_head(k, q)), mask, scale, scores)
     a = dropout(a, dropout_p, training=dropout_p > 0)
-    numbers = max(1, a[..., 0, :, 0].numel() * v.shape[-1])
-    some = max(1, PAIRS // numbers)
+    of_a_key = math.prod(a.shape[:-3]) * a.shape[-2] * v.shape[-1]
+    some = max(1, PAIRS // max(1, of_a_key))
     if some >= a.shape[-1]:
         y = _read(a, v, activation)
     else:
-        parts = zip(torch.split(a, some, -1), torch.split(v, some, -2), strict=True)
         read = partial(checkpoint, _read, activation=activation, use_reentrant=False)
-        y = torch.stack([read(*part) for part in parts]).sum(0)
+        first, *others = zip(torch.split(a, some, -1), torch.split(v, some, -2), strict=True)
+        y = read(*first)
+        for part in others:  # one sum, for a stack of parts would hold each part's output
+            y = y + read(*part)
     return y if q.ndim > 2 else y[0]
 
 
@@ -99,41 +104,48 @@ def latent_codes(
     (True, torch.Size([4, 5, 5]))
     """
     require_shapes(q, k, k)
-    mask = _mask(q, k, attn_mask, is_causal, offset)
+    mask = _mask(q, k, attn_mask, is_causal, offset, scores)
     keys = _with_heads(for_each_query_head(k, q))
-    found = _codes(_with_heads(q), keys, mask, scale=scale, scores=scores)
+    found = _codes(_with_heads(q), keys, mask, scale, scores)
     return found if q.ndim > 2 else found[0]
 
 
 def _mask(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, offset: int
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool, offset: int, scores: str
 ) -> Tensor | None:
-    """True where a query sees a key; None where all see all."""
+    """True where a query sees a key, or what is added to the logits; None where all see all."""
+    if scores not in SCORES:
+        known = ", ".join(map(repr, SCORES))
+        raise AttentionError(f"scores='{scores}' is unknown; choose one of {known}.")
     if attn_mask is not None:
         require_mask(attn_mask, q, k)
         seen = visible(attn_mask)
-        if attn_mask.dtype != torch.bool and bool((attn_mask.masked_fill(~seen, 0) != 0).any()):
+        adds = attn_mask.dtype != torch.bool and bool((attn_mask.masked_fill(~seen, 0) != 0).any())
+        if adds and scores == "rms":
             raise AttentionError(
                 "attn_mask adds finite numbers to scores, as the position bias of T5 does, and "
-                "kind='hyper' only hides keys; give booleans, or 0 and -inf."
+                "kind='hyper' with scores='rms' only hides keys; give booleans, or 0 and -inf, or "
+                "take scores='softmax'."
             )
-        attn_mask = seen
+        attn_mask = attn_mask.masked_fill(~seen, -torch.inf) if adds else seen
     if not is_causal:
         return attn_mask
     return with_causal(attn_mask, causal_mask(q.shape[-2], k.shape[-2], offset, q.device))
 
 
 def _codes(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, scores: str) -> Tensor:
-    if scores not in SCORES:
-        known = ", ".join(map(repr, SCORES))
-        raise AttentionError(f"scores='{scores}' is unknown; choose one of {known}.")
-    a = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    """a, from scores that are squared, and added to, in at least float32."""
+    a = wide((q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT)
+    seen = None if mask is None else visible(mask)
+    if mask is not None and seen is not None and mask.dtype != torch.bool:
+        a = a + mask.masked_fill(~seen, 0)
     if scores == "softmax":
-        a = a if mask is None else a.masked_fill(~mask, -torch.inf)
-        seen = torch.softmax(a, -1)
-        return seen if mask is None else torch.where(mask, seen, 0.0)
-    a = a if mask is None else a.masked_fill(~mask, 0.0)
-    return a * torch.rsqrt(a.square().mean(-3, keepdim=True) + EPS)
+        a = torch.softmax(a if seen is None else a.masked_fill(~seen, -torch.inf), -1)
+        a = a if seen is None else torch.where(seen, a, 0.0)
+    else:
+        a = a if seen is None else a.masked_fill(~seen, 0.0)
+        a = a * torch.rsqrt(a.square().mean(-3, keepdim=True) + EPS)
+    return a.to(q.dtype)
 
 
 def _read(a: Tensor, v: Tensor, activation: str) -> Tensor:

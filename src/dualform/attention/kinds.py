@@ -153,6 +153,15 @@ def options_of(kind: str | Primal | Layer, given: dict[str, Any]) -> dict[str, A
     return {**known, **given}
 
 
+def averages(kind: str | Primal | Layer, options: dict[str, Any]) -> bool:
+    """Whether the weights of a query sum to 1: ridge solves for its values, and some are told to.
+
+    >>> averages("linear", {}), averages("linear", {"normalized": False}), averages("ridge", {})
+    (True, False, False)
+    """
+    return record_of(kind).averages and bool(options.get("normalized", True))
+
+
 def described(kind: str | Primal | Layer) -> str:
     """A kind as its user wrote it.
 
@@ -188,10 +197,10 @@ def learned_parts(
 def with_weights(
     layer: Layer, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """y and the weights with y = weights @ v, (…, heads, L, S), whatever the layer.
+    """y and, (…, heads, L, S), the weights with y = weights @ v; of "hyper", its latent codes.
 
-    Layers are linear in their values, so the weights are what they make of unit values. Of a layer
-    that is not linear, as "hyper" is, the scores of each pair stand in place of weights.
+    Layers that are linear in their values have such weights: what they make of unit values. A layer
+    that is not has none, and what its kind names as `codes` stands in their place.
 
     >>> q, k, v = torch.randn(3, 2, 5, 8).unbind()
     >>> y, weights = with_weights(kind("scaled_heads", factors=(1, 2)), q, k, v)

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualform.attention.kinds import Layer, described, options_of, record_of, with_weights
+from dualform.attention.kinds import (
+    Layer,
+    averages,
+    described,
+    options_of,
+    record_of,
+    with_weights,
+)
 from dualform.attention.kinds import kind as kind_of
 from dualform.attention.linear import ELU_PLUS_ONE
 from dualform.attention.primal import Primal
@@ -30,8 +37,8 @@ class LayerKernel(Kernel):
 
     @property
     def normalized(self) -> bool:
-        """Most kinds average their values; ridge solves for them, and others may be told not to."""
-        return record_of(self.kind).averages and bool(self.options.get("normalized", True))
+        """Whether the layer averages its values."""
+        return averages(self.kind, self.options)
 
     def _weights(self, queries: Tensor, keys: Tensor) -> Tensor:
         layer = kind_of(self.kind, **self.options)

@@ -79,17 +79,27 @@ def require_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
     Traceback (most recent call last):
     dualform.errors.AttentionError: attn_mask of shape (4, 4) does not fit 5 queries and 7 keys; ...
     """
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise AttentionError(
-            f"attn_mask is {mask.dtype}; give booleans, True where a query sees a key "
-            "(attn_mask.bool()), or numbers to add to the logits."
-        )
+    require_mask_type(mask, "attn_mask")
     full = (*q.shape[:-1], k.shape[-2])
     pairs = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.ndim > len(full) or any(a not in (1, b) for a, b in pairs):
         raise AttentionError(
             f"attn_mask of shape {tuple(mask.shape)} does not fit {q.shape[-2]} queries and "
             f"{k.shape[-2]} keys; it must broadcast to {full}."
+        )
+
+
+def require_mask_type(mask: Tensor, name: str) -> None:
+    """Raise unless the mask, which its user knows by a name, is of booleans or of real numbers.
+
+    >>> require_mask_type(torch.ones(2, 2).long(), "mask")
+    Traceback (most recent call last):
+    dualform.errors.AttentionError: mask is torch.int64; give booleans, True where a query sees ...
+    """
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise AttentionError(
+            f"{name} is {mask.dtype}; give booleans, True where a query sees a key "
+            f"({name}.bool()), or numbers to add to the logits."
         )
 
 

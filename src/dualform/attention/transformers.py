@@ -9,7 +9,8 @@ layer reads them, so it is a cache like others. What a layer cannot follow is re
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -25,6 +26,7 @@ from dualform.attention.kinds import (
     learned_parts,
     record_of,
     with_unit_values,
+    with_weights,
 )
 from dualform.attention.kinds import kind as kind_of
 from dualform.attention.masks import Sight, read_mask
@@ -115,6 +117,31 @@ def add(name: str, kind: str | Primal | Layer, options: dict[str, Any]) -> None:
     AttentionMaskInterface.register(name, _mask)
 
 
+@contextmanager
+def wrapped(
+    around: Callable[
+        [Callable[..., Any], str | Primal | Layer, dict[str, Any]], Callable[..., Any]
+    ],
+) -> Iterator[None]:
+    """While it lasts, models read by what `around` makes of each function that was registered.
+
+    >>> with wrapped(lambda read, kind, options: read):
+    ...     register("local", name="narrow", window=2)
+    ['narrow']
+    """
+    table: Any = AttentionInterface()  # type: ignore[no-untyped-call]
+    own = {name: table[name] for name in table if getattr(table[name], "func", None) is _forward}
+    for name, read in own.items():
+        AttentionInterface.register(
+            name, around(read, read.keywords["kind"], read.keywords["options"])
+        )
+    try:
+        yield
+    finally:
+        for name, read in own.items():
+            AttentionInterface.register(name, read)
+
+
 def _mask(*given: Any, config: Any = None, **named: Any) -> Tensor | None:
     """The mask of torch's attention; a model that would not ask our layers is refused here."""
     modeling = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
@@ -170,11 +197,13 @@ def _forward(
     if position_bias is not None:
         sight = _with_bias(sight, position_bias[..., : key.shape[-2]], query)
     width, wants_weights = value.shape[-1], bool(others.get("output_attentions"))
-    if wants_weights:
+    if wants_weights and known.codes is None:
         value = with_unit_values(value)
     own = {name: getattr(module, f"{OWN}{name}", x) for name, x in options.items()}
     given = {"scale": scaling, **own} if known.takes_scale else own
-    read = partial(known.layer, dropout_p=dropout, **given)
+    read: Callable[..., Tensor] = partial(known.layer, dropout_p=dropout, **given)
+    if wants_weights and known.codes is not None:
+        read = partial(_with_codes, read)
     if known.has_positions:
         _require_places(kind, module, sight, causal, query, key)
     if known.pools:
@@ -184,6 +213,13 @@ def _forward(
         y = _read(read, query, key, value, sight)
     weights = pad(y[..., width:], (0, keys - key.shape[-2])) if wants_weights else None
     return y[..., :width].transpose(1, 2).contiguous(), weights
+
+
+def _with_codes(
+    read: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **at: Any
+) -> Tensor:
+    """What a layer that is not linear in its values reads, and beside it its codes."""
+    return torch.cat(with_weights(read, q, k, v, attn_mask=mask, **at), -1)
 
 
 def _read(read: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
+from dualform.diagnose.calls import BlockState, watched_attention
 from dualform.errors import AttentionError
 
 SMALLEST = 2
 """So many modules of one kind in a row are the blocks of a network."""
-
-
-@dataclass
-class BlockState:
-    """What was seen of one block in a forward pass."""
-
-    name: str
-    tokens: Tensor
-    """(batch, tokens, width), after the block."""
-    weights: list[Tensor] = field(default_factory=list)
-    """(batch, heads, queries, keys) for each call of attention in the block, where asked for."""
-
 
 See: TypeAlias = Callable[[BlockState], object]
 
@@ -38,21 +24,20 @@ def find_blocks(
 ) -> dict[str, nn.Module]:
     """The blocks of a transformer by name: those that are named, or the largest row of alike ones.
 
+    A name may be a pattern, as "layers.*". It names the outermost modules that it fits; the parts
+    of these, which it may fit too, are not blocks of their own.
+
     >>> block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     >>> list(find_blocks(nn.TransformerEncoder(block, 3)))
+    ['layers.0', 'layers.1', 'layers.2']
+    >>> list(find_blocks(nn.TransformerEncoder(block, 3), "layers.*"))
     ['layers.0', 'layers.1', 'layers.2']
     """
     modules = dict(model.named_modules())
     if layers is not None:
         patterns = [layers] if isinstance(layers, str) else list(layers)
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in modules):
-                some = ", ".join(f"'{name}'" for name in [*modules][1:9])
-                raise AttentionError(
-                    f"layers has '{pattern}', and no module of the model is called so; it has "
-                    f"{some} …"
-                )
-        return {n: m for n, m in modules.items() if any(fnmatchcase(n, p) for p in patterns)}
+        chosen = {name for pattern in patterns for name in _matches(modules, pattern)}
+        return {name: module for name, module in modules.items() if name in chosen}
     rows = [
         {f"{name}.{part}" if name else part: child for part, child in module.named_children()}
         for name, module in modules.items()
@@ -69,6 +54,20 @@ def find_blocks(
     return max(rows, key=_size)
 
 
+def _matches(modules: dict[str, nn.Module], pattern: str) -> list[str]:
+    """The outermost modules with such a name, but for lists of modules, which do not run."""
+    found = [name for name in modules if name and fnmatchcase(name, pattern)]
+    if not found:
+        some = ", ".join(f"'{name}'" for name in [*modules][1:9])
+        raise AttentionError(
+            f"layers has '{pattern}', and no module of the model is called so; it has {some} …"
+        )
+    lists = nn.ModuleList | nn.ModuleDict
+    found = [name for name in found if not isinstance(modules[name], lists)] or found
+    outer = {f"{name}." for name in found}
+    return [n for n in found if not any(n[: at + 1] in outer for at in range(len(n)))]
+
+
 def _size(blocks: dict[str, nn.Module]) -> int:
     return sum(p.numel() for block in blocks.values() for p in block.parameters())
 
@@ -78,35 +77,27 @@ def watched(
     model: nn.Module, blocks: dict[str, nn.Module], see: See, with_weights: bool = False
 ) -> Iterator[None]:
     """While it lasts, `see` is told of each block when its forward pass is over."""
-    found: dict[nn.Module, BlockState] = {}
-    calls = _AttentionCalls() if with_weights else None
+    running: dict[nn.Module, BlockState] = {}
+    names = {block: name for name, block in blocks.items()}
+
+    def enter(block: nn.Module, _: Any) -> None:
+        running[block] = BlockState(names[block], torch.empty(0))
+
+    def leave(block: nn.Module, _: Any, out: Any) -> None:
+        seen = running.pop(block)
+        seen.tokens = _tokens(block, seen.name, out)
+        see(seen)
+
     with ExitStack() as stack:
         stack.callback(
             torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
         )
         torch.backends.mha.set_fastpath_enabled(False)  # it makes no calls that could be seen
-
-        def enter(block: nn.Module, _: Any) -> None:
-            found[block] = BlockState(names[block], torch.empty(0))
-            if calls is not None:
-                calls.weights = found[block].weights
-
-        def leave(block: nn.Module, _: Any, out: Any) -> None:
-            seen = found.pop(block)
-            seen.tokens = _tokens(block, names[block], out)
-            if calls is not None:
-                calls.weights = None
-            see(seen)
-
-        names = {block: name for name, block in blocks.items()}
+        if with_weights:  # first, so that a block that is attention has its weights when it ends
+            stack.enter_context(watched_attention(model, running))
         for block in blocks.values():
             stack.callback(block.register_forward_pre_hook(enter).remove)
             stack.callback(block.register_forward_hook(leave).remove)
-        if calls is not None:
-            for module in model.modules():
-                if isinstance(module, nn.MultiheadAttention):
-                    stack.callback(calls.ask(module))
-            stack.enter_context(calls)
         yield
 
 
@@ -125,69 +116,3 @@ def _tokens(block: nn.Module, name: str, out: Any) -> Tensor:
         return x[None]
     attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
     return x if attention is None or attention.batch_first else x.transpose(0, 1)
-
-
-class _AttentionCalls(TorchFunctionMode):
-    """Computes the weights of each call of attention, beside the call itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: list[Tensor] | None = None
-
-    def ask(self, module: nn.MultiheadAttention) -> Callable[[], None]:
-        """Lets a module of torch return its weights; undone by the call that is returned."""
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return args[:4], {
-                **dict(zip(("need_weights", "attn_mask"), args[4:6], strict=False)),
-                **kwargs,
-                "need_weights": True,
-                "average_attn_weights": False,
-            }
-
-        def after(_: nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
-            if self.weights is not None and out[1] is not None:
-                weights = out[1].detach()
-                self.weights.append(weights if weights.ndim == 4 else weights[None])
-            return out
-
-        first = module.register_forward_pre_hook(before, with_kwargs=True)
-        last = module.register_forward_hook(after, with_kwargs=True)
-
-        def remove() -> None:
-            first.remove()
-            last.remove()
-
-        return remove
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and self.weights is not None:
-            self.weights.append(_weights(*args, **kwargs))
-        return func(*args, **kwargs)
-
-
-@torch.no_grad()
-def _weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`softmax(q·k s + mask)` as `scaled_dot_product_attention` has it."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    return torch.softmax(scores.float(), -1).nan_to_num(0.0)

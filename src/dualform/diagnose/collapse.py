@@ -7,21 +7,25 @@ residual connections brings it to 0. As μ has the scale of X, other measures st
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from rich.console import Group
 from torch import Tensor, nn
 
-from dualform.diagnose.blocks import BlockState, find_blocks, watched
+from dualform.diagnose.blocks import find_blocks, watched
+from dualform.diagnose.calls import BlockState
 from dualform.diagnose.mask_graph import dobrushin
 from dualform.errors import AttentionError
 from dualform.read.display import Displayed, columns, framed, matplotlib_axes, pandas_frame
 
-ROUNDS = 12
-"""How often a vector is multiplied by the tokens and back to find the largest singular value."""
+EXACT = 512
+"""Up to so many tokens, or so wide, all eigenvalues of XᵀX are computed to find the largest."""
+ROUNDS = 32
+"""Beyond it, so many vectors are made, each by multiplying the last by the tokens and back."""
 PAIRED = 256
 """So many tokens of a sample are compared in pairs."""
 FLOOR = 1e-6
@@ -46,6 +50,15 @@ class Spread:
     cosine: float
     """The mean |cos| of two tokens."""
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all tokens were finite numbers.
+
+        >>> spread(torch.full((1, 2, 3), torch.inf)).is_finite
+        False
+        """
+        return all(map(math.isfinite, astuple(self)))
+
 
 @torch.no_grad()
 def spread(tokens: Tensor) -> Spread:
@@ -55,6 +68,7 @@ def spread(tokens: Tensor) -> Spread:
     0.0
     """
     x = tokens if tokens.dtype == torch.float64 else tokens.float()
+    x = torch.where(x.isfinite().flatten(1).all(1)[:, None, None], x, torch.nan)
     total = x.flatten(1).norm(dim=1).clamp_min(1e-30)
     distance = (x - x.mean(1, keepdim=True)).flatten(1).norm(dim=1)
     return Spread(
@@ -66,13 +80,28 @@ def spread(tokens: Tensor) -> Spread:
 
 
 def _largest_singular_value(x: Tensor) -> Tensor:
-    """(batch,): by multiplying a vector by `X Xᵀ`, which costs far less than all of them."""
+    """(batch,), and NaN where x is."""
+    known = x.isfinite().flatten(1).all(1)
+    x = torch.where(known[:, None, None], x, 0.0)
+    if min(x.shape[1:]) > EXACT:
+        x = _in_few_directions(x)
+    gram = x.mT @ x if x.shape[1] > x.shape[2] else x @ x.mT
+    largest: Tensor = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
+    return largest.masked_fill(~known, torch.nan)
+
+
+def _in_few_directions(x: Tensor) -> Tensor:
+    """(batch, tokens, ROUNDS): x in a basis of `v, XᵀXv, (XᵀX)²v, …`, close to its largest axis."""
     generator = torch.Generator().manual_seed(0)
     v = torch.randn(x.shape[2], 1, generator=generator).to(x).expand(len(x), -1, -1)
-    for _ in range(ROUNDS):
-        v = x.mT @ (x @ v)
+    basis: Tensor = v / v.norm(dim=1, keepdim=True)
+    for _ in range(ROUNDS - 1):
+        v = x.mT @ (x @ basis[..., -1:])
+        for _ in range(2):  # the second time for what rounding left
+            v = v - basis @ (basis.mT @ v)
         v = v / v.norm(dim=1, keepdim=True).clamp_min(1e-30)
-    found: Tensor = (x @ v).flatten(1).norm(dim=1)
+        basis = torch.cat([basis, v], -1)
+    found: Tensor = x @ basis
     return found
 
 
@@ -99,9 +128,10 @@ class LayerSpread:
     name: str
     spread: Spread
     contraction: float | None = None
-    """The mean Dobrushin coefficient of its heads; None where no weights were seen."""
+    """The mean Dobrushin coefficient of its heads' self-attention, multiplied where it is called
+    more than once; None where no weights that sum to 1 were seen."""
     least_weight: float | None = None
-    """The smallest weight that is not 0: ε of the bound."""
+    """The smallest weight that is not 0: ε, which `MaskGraph.bound` takes as its least_weight."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,21 +161,29 @@ class Collapse(Displayed):
     @property
     def finding(self) -> str:
         """The result in one sentence."""
-        last = self.layers[-1].spread
+        name, last = self.layers[-1].name, self.layers[-1].spread
+        broken = next((one.name for one in self.layers if not one.spread.is_finite), None)
+        if broken is not None:
+            return f"Tokens after '{broken}' are not finite, so their differences are not known."
         if self.collapsed is not None:
             return f"All tokens are one after '{self.collapsed}'."
-        trend = "fall" if self.rate < 0.99 else "rise" if self.rate > 1.01 else "stay"
-        by = f" by {self.rate:.3f} a block" if trend != "stay" else " as they are"
+        size = (
+            f"{last.relative:.1%} of the tokens' size, and two tokens have |cos| {last.cosine:.2f}."
+        )
+        if len(self.layers) == 1:
+            return f"Differences between tokens are, after '{name}', {size}"
+        if 0.99 <= self.rate <= 1.01:
+            return f"Differences between tokens stay as they are: in the end they are {size}"
         return (
-            f"Differences between tokens {trend}{by}: in the end they are {last.relative:.1%} of "
-            f"the tokens' size, and two tokens have |cos| {last.cosine:.2f}."
+            f"Differences between tokens are multiplied by {self.rate:.3f} from block to block: in "
+            f"the end they are {size}"
         )
 
     def __rich__(self) -> Group:
-        names = ("block", "μ", "μ/‖X‖", "stable rank", "mean |cos|", "contraction")
+        names = ("block", "μ", "μ/‖X‖", "stable rank", "mean |cos|", "contraction", "least weight")
         table = columns(names, {"block"})
         for one in self.layers:
-            s, factor = one.spread, one.contraction
+            s, factor, least = one.spread, one.contraction, one.least_weight
             table.add_row(
                 one.name,
                 f"{s.distance:.3g}",
@@ -153,6 +191,7 @@ class Collapse(Displayed):
                 f"{s.stable_rank:.2f}",
                 f"{s.cosine:.3f}",
                 "–" if factor is None else f"{factor:.3f}",
+                "–" if least is None else f"{least:.2g}",
             )
         return framed("tokens, block by block", table, self.finding)
 
@@ -163,6 +202,7 @@ class Collapse(Displayed):
             for name in ("distance", "relative", "stable_rank", "cosine")
         }
         data["contraction"] = [one.contraction for one in self.layers]
+        data["least_weight"] = [one.least_weight for one in self.layers]
         frame = pandas_frame(data)
         frame.index = [one.name for one in self.layers]
         return frame
@@ -188,8 +228,8 @@ def collapse(
     """How different tokens are after each block of a model that is called with these inputs.
 
     Blocks are the largest row of alike modules, or those that `layers=` names. `with_weights` also
-    looks at all attention weights, which takes as long as the attention itself. Without it,
-    watching costs a few percent of the forward pass. The model is left as it was.
+    looks at all weights of self-attention, which takes as long as the attention itself. The model
+    runs in eval mode, and is left as it was.
 
     >>> _ = torch.manual_seed(0)
     >>> block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
@@ -200,18 +240,17 @@ def collapse(
     blocks, found = find_blocks(model, layers), list[LayerSpread]()
 
     def see(seen: BlockState) -> None:
-        factors = [float(dobrushin(w).mean()) for w in seen.weights]
-        least = [float(w[w > 0].min()) for w in seen.weights]
+        weights = [w for w in seen.weights if bool((w > 0).any())]  # else nobody sees anybody
         found.append(
             LayerSpread(
                 seen.name,
                 spread(seen.tokens),
-                math.prod(factors) if factors else None,
-                min(least) if least else None,
+                math.prod(float(dobrushin(w).mean()) for w in weights) if weights else None,
+                min((float(w[w > 0].min()) for w in weights), default=None),
             )
         )
 
-    with torch.no_grad(), watched(model, blocks, see, with_weights):
+    with torch.no_grad(), _in_eval_mode(model), watched(model, blocks, see, with_weights):
         model(*inputs, **named)
     if not found:
         raise AttentionError(
@@ -219,3 +258,16 @@ def collapse(
             "those that do with layers=."
         )
     return Collapse(tuple(found))
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Without dropout, with statistics that stay as they are; all modules get their modes back."""
+    modes = {module: module.training for module in model.modules()}
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, was in modes.items():
+            module.training = was

@@ -20,11 +20,16 @@ from rich.console import Group
 from torch import Tensor, nn
 
 from dualform.attention.inspection import as_ours
+from dualform.attention.kinds import described, record_of
+from dualform.attention.shapes import for_each_query_head
+from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
 from dualform.read.display import Displayed, columns, framed
 
 RANK = 1e-10
 """Eigenvalues below this share of the largest are rounding."""
+LARGEST = 700.0
+"""Up to this size, and down to minus it, exp(x) is a normal number in float64."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class KernelPCA:
     """
 
     values: Tensor
-    """(keys, d): v_j(d), divided by `exp(log_scale)`."""
+    """(keys, d): v_j(d), divided by `exp(log_scale)`, which float64 may not hold."""
     log_scale: float
     duals: Tensor
     """(keys, d): a_d, with `a_dᵀ K̃ a_d = 1`."""
@@ -50,9 +55,23 @@ class KernelPCA:
     log_g: Tensor
     """(keys,): log g(k_j)."""
 
+    def leading(self, count: int) -> KernelPCA:
+        """The same with the first `count` axes only, or with all where there are fewer.
 
-def kernel_pca(k: Tensor, count: int, scale: float | None = None) -> KernelPCA:
-    """The `count` leading principal axes of the features of keys (keys, width).
+        >>> kernel_pca(torch.eye(4)).leading(2).values.shape
+        torch.Size([4, 2])
+        """
+        return replace(
+            self,
+            values=self.values[:, :count],
+            duals=self.duals[:, :count],
+            eigenvalues=self.eigenvalues[:count],
+        )
+
+
+@torch.no_grad()
+def kernel_pca(k: Tensor, count: int | None = None, scale: float | None = None) -> KernelPCA:
+    """The `count` leading principal axes of the features of keys (keys, width), or all of them.
 
     >>> _ = torch.manual_seed(0)
     >>> found = kernel_pca(torch.randn(12, 4), 3)
@@ -66,21 +85,27 @@ def kernel_pca(k: Tensor, count: int, scale: float | None = None) -> KernelPCA:
     scores = _scores(k, k, scale)
     log_g = scores.logsumexp(-1)
     log_gram = scores - log_g[:, None] - log_g
-    log_unit = float(log_gram.max())
+    log_unit = float(log_gram.max()) if len(k) else 0.0
     gram = _centered((log_gram - log_unit).exp())
     eigenvalues, vectors = torch.linalg.eigh(gram)
     eigenvalues, vectors = eigenvalues.flip(0), vectors.flip(1)
-    rank = int((eigenvalues > RANK * eigenvalues[0]).sum()) if len(k) else 0
-    if not 1 <= count <= rank:
+    rounding = torch.finfo(gram.dtype).eps * len(k)  # of a matrix with entries up to 1
+    rank = int((eigenvalues > (RANK * eigenvalues[:1]).clamp_min(rounding)).sum())
+    if not rank:
+        raise AttentionError(
+            f"the features of these {len(k)} keys have no principal axes: all keys are alike; "
+            "give keys that differ."
+        )
+    if count is not None and not 1 <= count <= rank:
         raise AttentionError(
             f"count={count}: the features of these {len(k)} keys have {rank} principal axes; "
             f"give 1 to {rank}."
         )
-    kept, axes = eigenvalues[:count], vectors[:, :count]
-    duals = axes / kept.sqrt()
-    least = float(log_g.min())
-    values = (duals - duals.mean(0)) * (least - log_g)[:, None].exp()
-    return KernelPCA(values, -log_unit / 2 - least, duals, kept, gram, log_g)
+    kept = eigenvalues[: rank if count is None else count]
+    duals = vectors[:, : len(kept)] / kept.sqrt()
+    unit = float(log_g.min())
+    values = (duals - duals.mean(0)) * (unit - log_g)[:, None].exp()
+    return KernelPCA(values, -log_unit / 2 - unit, duals, kept, gram, log_g)
 
 
 def kpca_values(k: Tensor, count: int, scale: float | None = None) -> Tensor:
@@ -90,6 +115,12 @@ def kpca_values(k: Tensor, count: int, scale: float | None = None) -> Tensor:
     torch.Size([6, 2])
     """
     found = kernel_pca(k, count, scale)
+    size = math.log(float(found.values.abs().max())) + found.log_scale
+    if abs(size) > LARGEST:
+        raise AttentionError(
+            f"these keys are so long that their values are of size exp({size:.0f}), which float64 "
+            "cannot hold; take kernel_pca(…).values, which are the same divided by exp(log_scale)."
+        )
     return found.values * math.exp(found.log_scale)
 
 
@@ -141,6 +172,7 @@ class ValueAudit(Displayed):
         return framed("values against kernel PCA", table, self.finding)
 
 
+@torch.no_grad()
 def audit_values(
     q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, seed: int = 0
 ) -> ValueAudit:
@@ -159,10 +191,7 @@ def audit_values(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not go together: "
             "queries and keys have one width, and each key has a value."
         )
-    scores = _scores(k, k, scale)
-    log_gram = scores - (log_g := scores.logsumexp(-1))[:, None] - log_g
-    rank = int(torch.linalg.matrix_rank(_centered((log_gram - log_gram.max()).exp()), rtol=RANK))
-    axes = kernel_pca(k, max(1, min(v.shape[1], rank)), scale)
+    axes = kernel_pca(k, scale=scale).leading(v.shape[1])
     found = _audit(q, k, v.double(), axes, scale)
     order = torch.randperm(len(v), generator=torch.Generator().manual_seed(seed))
     null = _audit(q, k, v.double()[order], axes, scale)
@@ -171,7 +200,9 @@ def audit_values(
 
 @torch.no_grad()
 def audit_layer(layer: nn.MultiheadAttention, x: Tensor, sample: int = 0) -> list[ValueAudit]:
-    """Audits the values of every head of a layer that attends to itself, in one sample of x.
+    """Audits the values of every head of a softmax layer that attends to itself, in a sample of x.
+
+    The layer is read without a mask: every token sees all tokens of its sample.
 
     >>> _ = torch.manual_seed(0)
     >>> layer = nn.MultiheadAttention(16, 2, batch_first=True)
@@ -179,9 +210,26 @@ def audit_layer(layer: nn.MultiheadAttention, x: Tensor, sample: int = 0) -> lis
     [True, True]
     """
     module = as_ours(layer).double().eval()
+    if record_of(module.kind).layer is not softmax:
+        raise AttentionError(
+            f"kind={described(module.kind)} has other weights than the softmax whose features "
+            "these principal axes are of; only layers of kind='softmax', torch's own too, can be "
+            "audited."
+        )
+    if x.ndim != 3:
+        raise AttentionError(
+            f"x has shape {tuple(x.shape)}; give tokens of samples, (batch, tokens, width) or, as "
+            "the layer takes them, (tokens, batch, width)."
+        )
     rows = x.double() if module.batch_first else x.double().transpose(0, 1)
-    q, k, v = (t[sample] for t in module.heads(rows, rows, rows))
-    return [audit_values(*head) for head in zip(q, k, v, strict=True)]
+    if not -len(rows) <= sample < len(rows):
+        raise AttentionError(
+            f"sample={sample}: x has {len(rows)} samples; give 0 to {len(rows) - 1}."
+        )
+    q, k, v = module.heads(*[rows[sample][None]] * 3)
+    k, v = (for_each_query_head(t, q) for t in (k, v))
+    scale = module.layer.keywords.get("scale")
+    return [audit_values(*head, scale) for head in zip(q[0], k[0], v[0], strict=True)]
 
 
 def _audit(q: Tensor, k: Tensor, v: Tensor, axes: KernelPCA, scale: float | None) -> ValueAudit:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dualform.attention.shapes import require_mask_type, visible, wide
 from dualform.errors import AttentionError
 
 
@@ -38,10 +39,14 @@ class MaskGraph:
         >>> round(mask_graph(torch.ones(4, 4).bool()).bound(0.25, 2), 4)
         0.5625
         """
-        if self.radius is None:
-            return 1.0
         if not 0 <= least_weight <= 1:
             raise AttentionError(f"least_weight={least_weight} is no attention weight, 0 to 1.")
+        if layers < 0:
+            raise AttentionError(
+                f"layers={layers} is no number of layers; give how many there are, 0 or more."
+            )
+        if self.radius is None:
+            return 1.0
         steps = max(1, self.radius)
         return float((1 - least_weight**steps) ** (layers / steps))
 
@@ -58,8 +63,10 @@ class MaskGraph:
 def mask_graph(mask: Tensor) -> MaskGraph:
     """The graph of a mask (tokens, tokens), as `scaled_dot_product_attention` takes it.
 
-    True, or 0 of a mask of numbers, lets the token of the row attend to the token of the column;
-    False, or −∞, does not. Every token keeps itself: a residual connection, or its own weight.
+    True lets the token of the row attend to the token of the column, and so does a number that is
+    added to the logits. False, −∞, and a number far below the others of its row, such as −1e9 or
+    the least of its type, hide it. Every token keeps itself: a residual connection, or its own
+    weight.
 
     >>> window = (torch.arange(9)[:, None] - torch.arange(9)).abs() <= 2
     >>> print(mask_graph(window))
@@ -72,8 +79,8 @@ def mask_graph(mask: Tensor) -> MaskGraph:
             f"mask has shape {tuple(mask.shape)}; a mask of tokens has as many rows as columns: "
             "row i says what token i attends to."
         )
-    allowed = mask if mask.dtype == torch.bool else mask > -torch.inf
-    reach = (allowed.cpu() | torch.eye(len(mask), dtype=torch.bool)).float()
+    require_mask_type(mask, "mask")
+    reach = (visible(mask).cpu() | torch.eye(len(mask), dtype=torch.bool)).float()
     powers = [reach]
     while 1 << len(powers) < len(mask):
         powers.append(_then(powers[-1], powers[-1]))
@@ -113,15 +120,19 @@ def dobrushin(weights: Tensor) -> Tensor:
     """`τ(A) = ½ max_{i,k} Σ_j |A_ij − A_kj|` of attention weights (…, rows, columns).
 
     The rows of `A X` lie within `τ` times the range of those of `X`: 0 where all rows of A are
-    equal, and tokens become one; 1 where two rows have no token in common.
+    equal, and tokens become one; 1 where two rows have no token in common. A row of zeros sees
+    nothing, and is compared with none.
 
     >>> dobrushin(torch.tensor([[0.5, 0.5], [0.25, 0.75]])), dobrushin(torch.eye(3))
     (tensor(0.2500), tensor(1.))
     """
-    rows = weights.shape[-2]
+    weights = wide(weights)
+    rows, sees = weights.shape[-2], weights.ne(0).any(-1)
     largest = weights.new_zeros(weights.shape[:-2])
     each = max(1, (1 << 24) // max(1, weights.numel()))
     for at in range(0, rows, each):
-        apart = torch.cdist(weights[..., at : at + each, :], weights, p=1)
+        some = slice(at, at + each)
+        apart = torch.cdist(weights[..., some, :], weights, p=1)
+        apart = apart * (sees[..., some, None] & sees[..., None, :])
         largest = torch.maximum(largest, apart.flatten(-2).amax(-1))
     return (largest / 2).clamp(0, 1)
