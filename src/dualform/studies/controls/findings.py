@@ -38,6 +38,22 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(some)} and {last}" if some else last
 
 
+def span(values: Sequence[float], digits: int = 0) -> str:
+    """From the least of some values to the largest.
+
+    >>> span([0.2, 0.1]), span([0.2, 0.1], 1)
+    ('0', '0.1 to 0.2')
+    """
+    least, largest = (f"{one:.{digits}f}" for one in (min(values), max(values)))
+    return least if least == largest else f"{least} to {largest}"
+
+
+def _compared(gap: Estimate) -> str:
+    if not differs(gap):
+        return "no difference that these networks show"
+    return "more" if gap.mean > 0 else "fewer"
+
+
 def _learned(results: ControlsResults) -> Iterator[str]:
     fit, test = (
         estimate((one["accuracy"][part] for one in results.networks[RANDOM]), 100)
@@ -69,12 +85,10 @@ def _against_untrained(results: ControlsResults) -> Iterator[str]:
         read = f"keys only, layer {layer}"
         gap = _difference(results, read, TRUE, UNTRAINED)
         trained, before = (results.rate(which, read, "target") for which in (TRUE, UNTRAINED))
-        word = "as often as"
-        if differs(gap):
-            word = "more often than" if gap.mean > 0 else "less often than"
         yield (
             f"Keys only, layer {layer}: the right class has the largest total for {trained} % of "
-            f"test digits after training, {word} before the first step ({before} %)."
+            f"test digits after training, and for {before} % before the first step: "
+            f"{_compared(gap)}."
         )
 
 
@@ -105,13 +119,11 @@ def _random_labels(results: ControlsResults) -> Iterator[str]:
     gap = _difference(results, read, BY_CLASS, UNTRAINED)
     found = results.rate(BY_CLASS, read, "target")
     output = results.rate("random labels, by label", read, "output")
-    word = "as many as"
-    if differs(gap):
-        word = "more than" if gap.mean > 0 else "fewer than"
     yield (
         f"In the network that learned random labels, {read}, summed by true classes that it never "
-        f"saw, still has the right class for {found} % of test digits, {word} in the untrained "
-        f"one. Summed by the labels that it learned, it names {output} % of the network's answers."
+        f"saw, has the right class first for {found} % of test digits (against the untrained one: "
+        f"{_compared(gap)}). Summed by the labels that it learned, it names {output} % of "
+        "the network's answers."
     )
 
 
@@ -123,9 +135,9 @@ def _what_is_asked(results: ControlsResults) -> Iterator[str]:
         last = results.exact_reads[-1]
         yield (
             f"{column.capitalize()}: asked about the network's answer, exact reads have that "
-            f"answer first for {min(means[0]):.0f} to {max(means[0]):.0f} % of test digits; asked "
-            f"about another class, they have that other class first for {min(means[1]):.0f} to "
-            f"{max(means[1]):.0f} % ({last}: {own[last]} and {other[last]}). "
+            f"answer first for {span(means[0])} % of test digits; asked about another class, they "
+            f"have that other class first for {span(means[1])} % ({last}: {own[last]} and "
+            f"{other[last]}). "
             + (
                 "So the class with the largest total mostly repeats the question."
                 if min(means[1]) > 50
@@ -144,9 +156,8 @@ def _plain_formula(results: ControlsResults) -> Iterator[str]:
         errors = [results.error(variant, layer).mean for layer in results.layers]
         ranks = [results.agreement(variant, layer, "ranks").mean for layer in results.layers]
         yield (
-            f"{words} misses the weights by {min(errors):.0f} to {max(errors):.0f} % of their "
-            f"change; its contributions rank training images with ρ = {min(ranks):.3f} to "
-            f"{max(ranks):.3f} of the exact ones."
+            f"{words} misses the weights by {span(errors)} % of their change; ranked by it, "
+            f"training images correlate with the exact order by ρ = {span(ranks, 3)}."
         )
 
 

@@ -178,5 +178,7 @@ def _retraining(plt: Any, results: ControlsResults) -> Any:
     clean(left, "foretelling halves", "LDS (dotted: at best; ticks: other networks)")
     clean(middle, "removing what is ranked first", "the margin falls by")
     clean(right, "removing what is ranked first", "right answers that turn wrong, %")
-    middle.legend(frameon=False, fontsize=8)
+    right.set_xlim(-4, 104)
+    handles = middle.get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, fontsize=9, loc="outside lower center", ncols=3)
     return figure
