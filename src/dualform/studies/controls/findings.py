@@ -8,7 +8,7 @@ from dualform.studies.controls.left_out import PLAIN, SCALED
 from dualform.studies.controls.measure import RANDOM, TRUE, UNTRAINED
 from dualform.studies.controls.reads import INPUT_SPACE, NEAREST
 from dualform.studies.controls.removal import CHANCE, CLASS
-from dualform.studies.controls.results import COLUMNS, SELF, ControlsResults
+from dualform.studies.controls.results import ASKED, COLUMNS, SELF, ControlsResults
 from dualform.studies.estimate import Estimate, differs, estimate
 
 BY_CLASS = "random labels, by true class"
@@ -29,12 +29,14 @@ def findings(results: ControlsResults) -> tuple[str, ...]:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Words as a list in a sentence.
+    """Words as a list in a sentence; those that have commas are divided by semicolons.
 
-    >>> listed(["a"]), listed(["a", "b", "c"])
-    ('a', 'a, b and c')
+    >>> listed(["a"]), listed(["a", "b", "c"]), listed(["a, b", "c"])
+    ('a', 'a, b and c', 'a, b; and c')
     """
     *some, last = words
+    if any("," in word for word in words):
+        return "; ".join([*some, f"and {last}" if some else last])
     return f"{', '.join(some)} and {last}" if some else last
 
 
@@ -100,12 +102,13 @@ def _against_input_space(results: ControlsResults) -> Iterator[str]:
         _certain(results.rate(TRUE, read, "target")) for read in (NEAREST, INPUT_SPACE)
     )
     own = _certain(results.rate(TRUE, SELF, "target"))
-    beats = rates[best].mean - rates[best].interval > space.mean
+    word = "about as many as"
+    if differs(rates[best], space.mean):
+        word = "more than" if rates[best].mean > space.mean else "fewer than"
     yield (
         f"The {NEAREST} have {space} % right without any network, and sums of |x·q| there "
         f"{summed} %. The best sums of keys ({best}) have {rates[best]} %: "
-        f"{'more than' if beats else 'not more than'} the nearest pictures do. The network itself "
-        f"has {own} %."
+        f"{word} the nearest pictures have. The network itself has {own} %."
     )
 
 
@@ -115,20 +118,26 @@ def _certain(found: Estimate | None) -> Estimate:
 
 
 def _random_labels(results: ControlsResults) -> Iterator[str]:
-    read = f"keys only, layer {results.layers[-1]}"
-    gap = _difference(results, read, BY_CLASS, UNTRAINED)
-    found = results.rate(BY_CLASS, read, "target")
-    output = results.rate("random labels, by label", read, "output")
+    """What keys tell of classes that the network was never shown, and of labels that it was."""
+    hidden = [f"keys only, layer {layer}" for layer in results.layers[1:]]
+    said = [
+        f"{results.rate(BY_CLASS, read, 'target')} % in {read} (against the untrained network: "
+        f"{_compared(_difference(results, read, BY_CLASS, UNTRAINED))})"
+        for read in hidden
+    ]
     yield (
-        f"In the network that learned random labels, {read}, summed by true classes that it never "
-        f"saw, has the right class first for {found} % of test digits (against the untrained one: "
-        f"{_compared(gap)}). Summed by the labels that it learned, it names {output} % of "
-        "the network's answers."
+        "In the network that learned random labels, summed by true classes that it never saw, "
+        f"keys have the right class first for {listed(said)}."
+    )
+    learned = [results.rate("random labels, by label", read, "output") for read in hidden]
+    yield (
+        "Summed by the labels that it learned, they name the network's answer for "
+        f"{listed([f'{one} %' for one in learned])}."
     )
 
 
 def _what_is_asked(results: ControlsResults) -> Iterator[str]:
-    for column, labels in ((TRUE, TRUE), (RANDOM, "random labels, by label")):
+    for column, labels in ASKED.items():
         own = {read: _certain(results.rate(labels, read, "output")) for read in results.exact_reads}
         other = {read: results.asked(column, read, "asked for") for read in results.exact_reads}
         means = [[one.mean for one in found.values()] for found in (own, other)]
@@ -168,7 +177,7 @@ def _retraining(results: ControlsResults) -> Iterator[str]:
         f"{name} {own[name].mean:.2f} ({own[name].interval[0]:.2f} to {own[name].interval[1]:.2f})"
         for name in order
     ]
-    yield f"LDS, the rank correlation with retraining on halves: {', '.join(said)}."
+    yield f"LDS, the rank correlation with retraining on halves: {listed(said)}."
     nothing = [name for name in order if own[name].interval[0] <= 0 <= own[name].interval[1]]
     if nothing:
         yield f"Of these, {listed(nothing)} may foretell nothing: their intervals hold 0."

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from dualform.studies.controls.left_out import EXACT, VARIANTS
-from dualform.studies.controls.measure import RANDOM, TRUE, UNTRAINED
-from dualform.studies.controls.results import COLUMNS, SELF, ControlsResults
+from dualform.studies.controls.measure import TRUE, UNTRAINED
+from dualform.studies.controls.results import ASKED, COLUMNS, SELF, ControlsResults
 from dualform.studies.drawing import FAINT, INK, Drawing, clean
 from dualform.studies.estimate import Estimate, estimate
 
@@ -100,9 +100,7 @@ def _answers(plt: Any, results: ControlsResults) -> Any:
 
 def _asked(plt: Any, results: ControlsResults) -> Any:
     figure, grid = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained", sharey=True)
-    for axes, column, labels in zip(
-        grid, (TRUE, RANDOM), (TRUE, "random labels, by label"), strict=True
-    ):
+    for axes, (column, labels) in zip(grid, ASKED.items(), strict=True):
         shown: tuple[tuple[str, list[Estimate | None]], ...] = (
             (
                 "asked about its answer: that answer",

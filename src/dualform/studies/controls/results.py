@@ -12,7 +12,7 @@ import numpy as np
 from dualform.evaluate import LDS, GroundTruth, lds
 from dualform.read.scores import Array
 from dualform.studies.balance import balance_table
-from dualform.studies.controls.experiment import ControlsSetting
+from dualform.studies.controls.experiment import CLASSES, ControlsSetting
 from dualform.studies.controls.left_out import EXACT, TOP, VARIANTS
 from dualform.studies.controls.measure import RANDOM, TRUE, UNTRAINED
 from dualform.studies.controls.removal import ALL, CHANCE, CLASS
@@ -28,6 +28,8 @@ COLUMNS = {
     UNTRAINED: (UNTRAINED, "by class"),
 }
 """Networks, and what their training images are summed by."""
+ASKED = {TRUE: TRUE, RANDOM: "random labels, by label"}
+"""The columns of the networks that have exact reads, summed by the labels they were given."""
 
 
 @dataclass(frozen=True)
@@ -179,36 +181,34 @@ class ControlsResults:
             title,
             ("read", *COLUMNS),
             tuple(rows),
-            "Chance: 10. Exact reads are asked about the network's answer. An untrained network "
-            "has no rows, so no exact read; its keys are compared once each. Sums and "
-            "nearest in input space know no network.",
+            f"Chance: 10. {CLASSES * self.setting.tested} test digits; the whole network is asked "
+            f"about {CLASSES * self.setting.explained} of them. Exact reads are asked about the "
+            "network's answer. An untrained network has no rows, so no exact read; its keys are "
+            "compared once each. Sums and nearest in input space know no network.",
         )
 
     def _asked(self) -> NumberTable:
         rows: list[tuple[Cell, ...]] = [
             (
+                column,
                 read,
-                *(
-                    cell
-                    for column, labels in ((TRUE, TRUE), (RANDOM, "random labels, by label"))
-                    for cell in (
-                        self.rate(labels, read, "output"),
-                        self.asked(column, read, "asked for"),
-                        self.asked(column, read, "output"),
-                    )
-                ),
+                self.rate(labels, read, "output"),
+                self.asked(column, read, "asked for"),
+                self.asked(column, read, "output"),
             )
+            for column, labels in ASKED.items()
             for read in self.exact_reads
         ]
-        asked = (
+        columns = (
+            "network",
+            "read",
             "asked about its answer: that answer",
-            "asked about another: that other",
-            "still its answer",
+            "asked about another class: that class",
+            "asked about another class: its answer",
         )
-        columns = tuple(f"{kind}; {part}" for kind in (TRUE, RANDOM) for part in asked)
         return NumberTable(
-            "which class has the largest total, by what the read is asked about, %",
-            ("read", *columns),
+            "which class has the largest total, by what a read is asked about, % of test digits",
+            columns,
             tuple(rows),
             "The other class is drawn at random for each test digit.",
         )
@@ -249,7 +249,7 @@ class ControlsResults:
 
     def _lds(self) -> NumberTable:
         rows: list[tuple[Cell, ...]] = [
-            (name, own[0].mean, *own[0].interval, estimate(one.mean for one in own))
+            (name, *_rounded(own[0].mean, *own[0].interval), estimate(one.mean for one in own))
             for name, own in self.lds.items()
         ]
         halves, repeats = self.truth.runs.shape[:2]
@@ -290,3 +290,7 @@ class ControlsResults:
             f"{self.setting.explained}, the one that is right with the least lead. With all images "
             f"their margin is {estimate(self.before[..., 0].mean(1))}.",
         )
+
+
+def _rounded(*numbers: float) -> tuple[float, ...]:
+    return tuple(round(number, 3) for number in numbers)
