@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -166,9 +167,9 @@ def test_keys_of_the_first_layer_are_pixels(
     np.testing.assert_allclose(trained_keys, TINY.epochs * pixels, rtol=1e-5)
     untrained = similar(experiment.untrained(0), experiment.inputs(), x)
     np.testing.assert_allclose(untrained["keys only, layer 0"], pixels, rtol=1e-6)
-    hidden = torch.relu(nn.functional.linear(x, *experiment.untrained(0)[0].parameters()))  # type: ignore[index, operator]
+    hidden = torch.relu(nn.functional.linear(x, *experiment.untrained(0)[0].parameters()))  # type: ignore[index]
     own = torch.relu(
-        nn.functional.linear(experiment.inputs(), *experiment.untrained(0)[0].parameters())  # type: ignore[index, operator]
+        nn.functional.linear(experiment.inputs(), *experiment.untrained(0)[0].parameters())  # type: ignore[index]
     )
     np.testing.assert_allclose(
         untrained["keys only, layer 2"], (own @ hidden.T).abs().detach().numpy(), rtol=1e-4
@@ -256,7 +257,8 @@ def test_what_is_removed_is_what_ranks_first(
 def test_a_retrained_network_is_a_plain_training(experiment: Experiment) -> None:
     ids = np.arange(0, 80, 2)
     x, y = experiment.queries(TINY.explained)
-    found = Outcomes(experiment)(ids, 3)
+    sent = pickle.dumps(Outcomes(experiment))  # as worker processes get it
+    found = pickle.loads(sent)(ids, 3)
     model = experiment.train(1003, torch.from_numpy(ids))
     with torch.no_grad():
         expected = torch.cat([margin(model(x), y), lead(model(x), y)])

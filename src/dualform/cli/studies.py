@@ -109,7 +109,7 @@ def fixed_point(out: Path, size: int, steps: int, seeds: int, device: str, as_js
 def two_tasks(
     data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
 ) -> None:
-    """Digits and garments, together and in sequence: where attention goes, what is forgotten."""
+    """Digits and garments: where attention goes, what is forgotten."""
     from dualform.studies.data import data_folder
     from dualform.studies.two_tasks import SETTINGS, run_study
 
@@ -130,7 +130,7 @@ def controls(
     as_json: bool,
     workers: int,
 ) -> None:
-    """What the paper did not check: null models, the plain formula, retraining, removal."""
+    """What attention tells that simpler things do not: controls."""
     from dualform.studies.controls import SETTINGS, run_study
     from dualform.studies.data import data_folder
 

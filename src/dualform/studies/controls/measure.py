@@ -15,10 +15,20 @@ from torch import Tensor, nn
 import dualform
 from dualform.read import Run, open_run
 from dualform.studies.balance import audited
-from dualform.studies.controls import reads
 from dualform.studies.controls.experiment import Experiment, lead, others, right
 from dualform.studies.controls.left_out import left_out
-from dualform.studies.controls.reads import Reads, agreement
+from dualform.studies.controls.reads import (
+    Reads,
+    agreement,
+    answered,
+    exact,
+    explained,
+    in_input_space,
+    keys_only,
+    nearest,
+    readings,
+    similar,
+)
 from dualform.studies.controls.removal import least_sure, scores
 from dualform.studies.data import Images
 from dualform.studies.parts import Found
@@ -42,7 +52,7 @@ class ControlsMeasurement:
         run = open_run(path, experiment.device)
         found = self._read(run, model, seed, experiment.images)
         x, y = experiment.queries(setting.explained)
-        found["left out"] = left_out(run, reads.readings(run, model, x, y))
+        found["left out"] = left_out(run, readings(run, model, x, y))
         np.savez(self._scores(seed), **scores(run, model, experiment))  # type: ignore[arg-type]
         with torch.no_grad():
             leads = lead(model(x), y).double().cpu().numpy()
@@ -71,8 +81,8 @@ class ControlsMeasurement:
         experiment = self.experiment
         model = experiment.untrained(seed)
         x, y = self._tested
-        found = reads.similar(model, experiment.inputs(), x) | self._without_ledger(model)
-        wanted = {"target": y, "output": reads.answered(model, x)}
+        found = similar(model, experiment.inputs(), x) | self._without_ledger(model)
+        wanted = {"target": y, "output": answered(model, x)}
         return {
             "accuracy": self._accuracy(model, experiment.images),
             "by class": agreement(found, experiment.images.y, wanted),
@@ -89,11 +99,11 @@ class ControlsMeasurement:
         Training images count for their label, as it was given, and for their true class.
         """
         x, y = self._tested
-        output = reads.answered(model, x)
-        found = reads.keys_only(run, model, x) | self._without_ledger(model)
-        found |= reads.exact(run, model, x, output)
+        output = answered(model, x)
+        found = keys_only(run, model, x) | self._without_ledger(model)
+        found |= exact(run, model, x, output)
         few, own = self.experiment.queries(self.experiment.setting.explained)
-        through = reads.explained(run, model, few, reads.answered(model, few))
+        through = explained(run, model, few, answered(model, few))
         result: Found = {
             "accuracy": self._accuracy(model, images),
             "audit": audited(run),
@@ -101,7 +111,7 @@ class ControlsMeasurement:
         }
         for name, labels in (("by label", images.y), ("by class", self.experiment.images.y)):
             wanted = {"target": y, "output": output}
-            whole = {"target": own, "output": reads.answered(model, few)}
+            whole = {"target": own, "output": answered(model, few)}
             result[name] = agreement(found, labels, wanted) | agreement(through, labels, whole)
         return result
 
@@ -111,11 +121,11 @@ class ControlsMeasurement:
         """The answers of exact reads that are asked about a class which is not the network's."""
         found: dict[str, dict[str, float]] = {}
         for count, read in (
-            (self.experiment.setting.tested, reads.exact),
-            (self.experiment.setting.explained, reads.explained),
+            (self.experiment.setting.tested, exact),
+            (self.experiment.setting.explained, explained),
         ):
             x, _ = self.experiment.queries(count)
-            output = reads.answered(model, x)
+            output = answered(model, x)
             another = others(output, seed)
             wanted = {"asked for": another, "output": output}
             found |= agreement(read(run, model, x, another), images.y, wanted)
@@ -124,16 +134,14 @@ class ControlsMeasurement:
     def _without_ledger(self, model: nn.Module) -> Reads:
         """The reads that need no ledger, but for the keys of the layers."""
         keys, (x, _) = self.experiment.inputs(), self._tested
-        return reads.nearest(model, keys, x) | reads.in_input_space(keys, x)
+        return nearest(model, keys, x) | in_input_space(keys, x)
 
     def _accuracy(self, model: nn.Module, images: Images) -> dict[str, float]:
         experiment = self.experiment
         return {
             "training": right(model, images, experiment.device),
             "test": right(model, experiment.test, experiment.device),
-            "tested": float(
-                (reads.answered(model, self._tested[0]) == self._tested[1]).float().mean()
-            ),
+            "tested": float((answered(model, self._tested[0]) == self._tested[1]).float().mean()),
         }
 
     def _describe(self, run: Run, model: nn.Module, images: Images) -> None:
@@ -144,7 +152,7 @@ class ControlsMeasurement:
         x, y = self.experiment.queries(self.experiment.setting.explained)
         titles = [
             f"test digit {label}" + (f", taken for {own}" if own != label else "")
-            for label, own in zip(y.tolist(), reads.answered(model, x).tolist(), strict=True)
+            for label, own in zip(y.tolist(), answered(model, x).tolist(), strict=True)
         ]
         np.savez(
             run.path.with_suffix(".npz"),
