@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from tests.studies.tiny_images import write_images
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
@@ -49,25 +49,11 @@ TINY = TwoTasksSetting(
 LOOK = "dualform.studies.two_tasks:small_model"
 
 
-def write(folder: Path, seed: int, count: int) -> None:
-    """Pictures of 4 × 4 pixels: one pattern a class, and noise."""
-    generator = torch.Generator().manual_seed(seed)
-    patterns = torch.randint(0, 200, (10, 4, 4), generator=generator)
-    folder.mkdir(parents=True)
-    for part in ("train", "t10k"):
-        y = torch.arange(count) % 10
-        pixels = patterns[y] + torch.randint(0, 56, (count, 4, 4), generator=generator)
-        images = b"\0\0\x08\x03" + struct.pack(">3I", count, 4, 4)
-        (folder / f"{part}-images-idx3-ubyte").write_bytes(images + bytes(pixels.flatten()))
-        labels = b"\0\0\x08\x01" + struct.pack(">I", count) + bytes(y)
-        (folder / f"{part}-labels-idx1-ubyte").write_bytes(labels)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    write(folder / "mnist", 0, 80)
-    write(folder / "fashion-mnist", 1, 90)
+    write_images(folder / "mnist", 0, 80)
+    write_images(folder / "fashion-mnist", 1, 90)
     return folder
 
 
@@ -303,7 +289,7 @@ def test_too_few_images_are_refused(data: Path) -> None:
 
 def test_tests_have_every_class(data: Path, tmp_path: Path) -> None:
     (tmp_path / "mnist").symlink_to(data / "mnist")
-    write(tmp_path / "fashion-mnist", 1, 9)
+    write_images(tmp_path / "fashion-mnist", 1, 9)
     with pytest.raises(ReadingError, match="no test image of ankle boot; is --data right"):
         load_tasks(tmp_path, replace(TINY, training=replace(TINY.training, batch=5)))
 

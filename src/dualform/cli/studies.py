@@ -1,8 +1,8 @@
-"""Verbs about experiments: `study uea`, `fixed-point`, `two-tasks`."""
+"""Verbs about experiments: `study uea`, `fixed-point`, `two-tasks`, `controls`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 SIZES = ("small", "paper")
 
 
-def study_options(verb: str, needs_data: bool = True) -> Callable[[Any], Any]:
+def study_options(
+    verb: str, needs_data: bool = True, sizes: Sequence[str] = SIZES
+) -> Callable[[Any], Any]:
     """What studies are given: where data are, where results go, what size, how many seeds."""
     options = [
-        click.option("--setting", type=click.Choice(SIZES), default="small", show_default=True),
+        click.option("--setting", type=click.Choice(sizes), default=sizes[0], show_default=True),
         click.option("--seeds", type=click.IntRange(1), help="Default: the setting's."),
         click.option("--device", default="cpu", show_default=True),
         click.option(
@@ -113,4 +115,25 @@ def two_tasks(
 
     model = f"dualform.studies.two_tasks:{setting}_model"
     report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, model)
+    show_report(report, out, as_json)
+
+
+@study.command()
+@study_options("controls", sizes=("small", "middle", "paper"))
+@click.option("--workers", type=click.IntRange(0), default=0, help="Processes that retrain.")
+def controls(
+    data: Path | None,
+    setting: str,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    as_json: bool,
+    workers: int,
+) -> None:
+    """What attention tells that simpler things do not: controls."""
+    from dualform.studies.controls import SETTINGS, run_study
+    from dualform.studies.data import data_folder
+
+    model = f"dualform.studies.controls:{setting}_model"
+    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, model, workers)
     show_report(report, out, as_json)

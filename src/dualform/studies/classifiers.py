@@ -55,6 +55,16 @@ def shuffled(ids: Tensor, batch: int, generator: torch.Generator) -> Iterator[Te
         yield from torch.split(order, batch)
 
 
+def whole_batches(ids: Tensor, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """The same without short batches, which would count their samples more than others.
+
+    >>> batches = whole_batches(torch.arange(5), 2, torch.Generator().manual_seed(0))
+    >>> [len(next(batches)) for _ in range(4)]
+    [2, 2, 2, 2]
+    """
+    return (some for some in shuffled(ids, batch, generator) if len(some) == batch)
+
+
 def train(
     images: Images,
     batches: Iterable[Tensor],

@@ -140,3 +140,13 @@ def _cifar_records(folder: Path, name: str) -> Tensor:
             f"{CIFAR_RECORD:,}; give CIFAR-10's binary version."
         )
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, CIFAR_RECORD)
+
+
+def first_of_each(groups: Tensor, count: int) -> Tensor:
+    """The first so many images of each class, class by class.
+
+    >>> first_of_each(torch.tensor([1, 0, 1, 1, 0]), 2).tolist()
+    [1, 4, 0, 2]
+    """
+    classes = sorted(set(groups.tolist()))
+    return torch.cat([torch.nonzero(groups == one).flatten()[:count] for one in classes])

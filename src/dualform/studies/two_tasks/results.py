@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dualform.studies.balance import balance_table
 from dualform.studies.estimate import Estimate, estimate
 from dualform.studies.parts import Found
 from dualform.studies.report import Cell, NumberTable
@@ -19,8 +20,6 @@ from dualform.studies.two_tasks.tasks import OUTPUTS, TASKS, TwoTasksSetting
 
 SIDES = {"digits": slice(0, OUTPUTS), "garments": slice(OUTPUTS, 2 * OUTPUTS)}
 """Where the classes of each task are."""
-BOUND = 1e-5
-"""How large the remainder of a run may be, relative to the change of its weights."""
 
 
 def attended(part: Sequence[Sequence[float]], training: str, test: str) -> float:
@@ -188,14 +187,10 @@ class TwoTasksResults:
         )
 
     def _audit(self) -> NumberTable:
-        rows = []
-        for name, found in (("together", self.together), ("in sequence", self.sequences)):
-            audits = [one["audit"] for one in found]
-            worst = max(audit["remainder"] for audit in audits)
-            kept = "yes" if worst <= BOUND else "no"
-            rows.append((name, worst, kept, 100 * min(audit["coverage"] for audit in audits)))
-        columns = ("runs", "largest remainder", f"at most {BOUND:.0e}", "coverage, %")
-        return NumberTable("do the books balance?", columns, tuple(rows))
+        runs = {"together": self.together, "in sequence": self.sequences}
+        return balance_table(
+            {name: [one["audit"] for one in found] for name, found in runs.items()}
+        )
 
 
 def entry(part: str, name: str) -> Callable[[dict[str, Any]], float]:
