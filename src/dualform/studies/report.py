@@ -18,6 +18,8 @@ from dualform.studies.estimate import Estimate
 
 Cell: TypeAlias = str | int | float | Estimate | None
 """What stands in a table; None where nothing was measured."""
+BOUND = 1e-5
+"""How large the remainder of a run may be, relative to the change of its weights."""
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dualform.read import Run
 from dualform.read.scores import Array, Check
+from dualform.studies.class_parts import sensitivities
 from dualform.studies.two_tasks.tasks import GROUPS, OUTPUTS
 
 NETWORK = "network"
@@ -31,31 +31,6 @@ class ImageQueries:
     def outputs(self) -> Tensor:
         """(queries,): the output of each one's class."""
         return self.groups % OUTPUTS
-
-
-def sensitivities(model: nn.Module, x: Tensor, outputs: Tensor) -> dict[str, Tensor]:
-    """(queries, width) for each linear layer: how far what it gives moves one output of the model.
-
-    Asked along these directions, a layer answers in units of that output.
-
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
-    >>> found = sensitivities(model, torch.ones(1, 2), torch.tensor([1]))
-    >>> found["2"].tolist(), found["0"].shape
-    ([[0.0, 1.0]], torch.Size([1, 3]))
-    """
-    seen: dict[str, Tensor] = {}
-    hooks = [
-        layer.register_forward_hook(lambda _, args, out, name=name: seen.update({name: out}))
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear)
-    ]
-    try:
-        chosen = model(x).gather(1, outputs[:, None].to(x.device)).sum()
-        found = torch.autograd.grad(chosen, list(seen.values()))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {name: gradient.cpu() for name, gradient in zip(seen, found, strict=True)}
 
 
 def attention(

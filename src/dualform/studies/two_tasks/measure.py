@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.read import Run, open_run
-from dualform.studies.classifiers import train
+from dualform.studies.classifiers import train, trained_model
+from dualform.studies.data import first_of_each
 from dualform.studies.parts import Found
 from dualform.studies.two_tasks.attention import ImageQueries, attention
 from dualform.studies.two_tasks.overwriting import examples, margins, stage
@@ -26,7 +27,6 @@ from dualform.studies.two_tasks.tasks import (
     TASKS,
     Tasks,
     TwoTasksSetting,
-    first_of_each,
 )
 
 POINTS = 10
@@ -88,9 +88,7 @@ class TwoTasksMeasurement:
 
     def _model(self, run: Run) -> nn.Module:
         """The network as of the step that a run is read at."""
-        model = self.setting.training.make_model()
-        model.load_state_dict(run.state_dict())
-        return model.eval().to(self.device)
+        return trained_model(self.setting.training, run, self.device)
 
     def _train(self, path: Path, batches: Iterator[Tensor], steps: int, seed: int) -> None:
         training = replace(self.setting.training, steps=steps)

@@ -11,7 +11,7 @@ import numpy as np
 
 from dualform.studies.estimate import Estimate, estimate
 from dualform.studies.parts import Found
-from dualform.studies.report import Cell, NumberTable
+from dualform.studies.report import BOUND, Cell, NumberTable
 from dualform.studies.two_tasks.attention import NETWORK
 from dualform.studies.two_tasks.measure import FORGOTTEN, KEPT
 from dualform.studies.two_tasks.overwriting import CULPRITS, ROLES
@@ -19,8 +19,6 @@ from dualform.studies.two_tasks.tasks import OUTPUTS, TASKS, TwoTasksSetting
 
 SIDES = {"digits": slice(0, OUTPUTS), "garments": slice(OUTPUTS, 2 * OUTPUTS)}
 """Where the classes of each task are."""
-BOUND = 1e-5
-"""How large the remainder of a run may be, relative to the change of its weights."""
 
 
 def attended(part: Sequence[Sequence[float]], training: str, test: str) -> float:

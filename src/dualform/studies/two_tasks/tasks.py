@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
-from dualform.studies.classifiers import Training, shuffled
+from dualform.studies.classifiers import Training, whole_batches
 from dualform.studies.data import DIGITS, GARMENTS, Images, load_images
 
 TASKS = ("digits", "garments")
@@ -101,19 +101,14 @@ class Tasks:
 
     def batches(self, batch: int, seed: int) -> Iterator[Tensor]:
         """Whole batches of both tasks, mixed, without end."""
-        return _whole(torch.arange(len(self)), batch, torch.Generator().manual_seed(seed))
+        return whole_batches(torch.arange(len(self)), batch, torch.Generator().manual_seed(seed))
 
     def in_sequence(self, switch: int, batch: int, seed: int) -> Iterator[Tensor]:
         """Whole batches of digits up to a step, then of garments without end."""
         generator = torch.Generator().manual_seed(seed)
         digits, garments = torch.split(torch.arange(len(self)), [*map(len, self._parts)])
-        yield from itertools.islice(_whole(digits, batch, generator), switch)
-        yield from _whole(garments, batch, generator)
-
-
-def _whole(ids: Tensor, batch: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """A short batch would count its samples more than others; it is left out."""
-    return (some for some in shuffled(ids, batch, generator) if len(some) == batch)
+        yield from itertools.islice(whole_batches(digits, batch, generator), switch)
+        yield from whole_batches(garments, batch, generator)
 
 
 def load_tasks(data: Path, setting: TwoTasksSetting) -> tuple[Tasks, Tasks]:
@@ -132,13 +127,3 @@ def load_tasks(data: Path, setting: TwoTasksSetting) -> tuple[Tasks, Tasks]:
         names = ", ".join(GROUPS[group] for group in sorted(missing))
         raise ReadingError(f"there is no test image of {names}; is --data right?")
     return Tasks(*train), tests
-
-
-def first_of_each(groups: Tensor, count: int) -> Tensor:
-    """The first so many images of each class, class by class.
-
-    >>> first_of_each(torch.tensor([1, 0, 1, 1, 0]), 2).tolist()
-    [1, 4, 0, 2]
-    """
-    classes = sorted(set(groups.tolist()))
-    return torch.cat([torch.nonzero(groups == one).flatten()[:count] for one in classes])
