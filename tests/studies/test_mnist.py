@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from tests.studies.tiny_images import first_weights, plain_parts, with_ones, write_images
+from tests.studies.tiny_images import (
+    first_weights,
+    interrupted_at,
+    plain_parts,
+    with_ones,
+    write_images,
+)
 from torch import Tensor
 
 import dualform
@@ -33,7 +38,7 @@ from dualform.studies.mnist import (
 )
 from dualform.studies.mnist.measure import MnistMeasurement
 from dualform.studies.mnist.setting import load_parts
-from dualform.studies.mnist.votes import Asked, places, scores_of, votes
+from dualform.studies.mnist.votes import AskedImages, places, scores_of, votes
 from dualform.studies.report import Report, read_tables
 
 TINY = MnistSetting(
@@ -68,13 +73,13 @@ def batches(images: Images, setting: MnistSetting = TINY) -> Iterator[Tensor]:
 @pytest.fixture(scope="module")
 def trained(
     parts: tuple[Images, Images], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dualform.Run, torch.nn.Module, Asked]:
+) -> tuple[dualform.Run, torch.nn.Module, AskedImages]:
     images, tests = parts
     path = tmp_path_factory.mktemp("trained") / "run"
     model = train(images, batches(images), TINY.training, 0, path).eval()
     with torch.no_grad():
         given = model(tests.inputs()).argmax(1)
-    every = Asked(torch.arange(len(tests)), tests.inputs(), tests.y, given)
+    every = AskedImages(torch.arange(len(tests)), tests.inputs(), tests.y, given)
     return dualform.open(path), model, every
 
 
@@ -95,7 +100,7 @@ def test_parts_of_classes_are_those_of_a_plain_loop(
 
 
 def test_classes_add_up_to_what_samples_add(
-    parts: tuple[Images, Images], trained: tuple[dualform.Run, torch.nn.Module, Asked]
+    parts: tuple[Images, Images], trained: tuple[dualform.Run, torch.nn.Module, AskedImages]
 ) -> None:
     run, model, every = trained
     groups = dict(enumerate(parts[0].y.tolist()))
@@ -116,7 +121,7 @@ def test_classes_add_up_to_what_samples_add(
 
 
 def test_a_layer_is_asked_along_every_output(
-    parts: tuple[Images, Images], trained: tuple[dualform.Run, torch.nn.Module, Asked]
+    parts: tuple[Images, Images], trained: tuple[dualform.Run, torch.nn.Module, AskedImages]
 ) -> None:
     """What the first layer adds moves hidden units, and those that are on move the outputs."""
     run, model, every = trained
@@ -134,7 +139,7 @@ def test_a_layer_is_asked_along_every_output(
 
 
 def test_after_relu_a_class_speaks_for_its_own_output_only(
-    parts: tuple[Images, Images], trained: tuple[dualform.Run, torch.nn.Module, Asked]
+    parts: tuple[Images, Images], trained: tuple[dualform.Run, torch.nn.Module, AskedImages]
 ) -> None:
     """So the vote for the output that was given is right by construction in the last layer."""
     run, model, every = trained
@@ -182,9 +187,9 @@ def small_of(out: Path) -> torch.nn.Module:
 def test_places_are_counted_from_one() -> None:
     scores = torch.tensor([[9.0, 8, 7, 6, 5, 4, 10, 3, 2, 1], [1.0, 2, 3, 4, 5, 6, 7, 8, 9, 10]])
     y = torch.tensor([6, 6])
-    asked = Asked(y, y, y, y)
+    asked = AskedImages(y, y, y, y)
     assert places(scores, asked) == [6, 6, 6, 6, 6, 6, 2.5, 5.5, 5.5, 5.5]
-    assert places(scores, Asked(y, y, y, torch.tensor([1, 2]))) is None
+    assert places(scores, AskedImages(y, y, y, torch.tensor([1, 2]))) is None
 
 
 def test_images_are_standardized_as_those_for_training(data: Path) -> None:
@@ -249,13 +254,7 @@ def test_an_interrupted_study_goes_on(
     data: Path, tmp_path: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = MnistMeasurement.seed
-
-    def fails(self: MnistMeasurement, seed: int) -> dict[str, Any]:
-        if seed == 1:
-            raise KeyboardInterrupt
-        return whole(self, seed)
-
-    monkeypatch.setattr(MnistMeasurement, "seed", fails)
+    monkeypatch.setattr(MnistMeasurement, "seed", interrupted_at(1, whole))
     with pytest.raises(KeyboardInterrupt):
         study(data, tmp_path)
     monkeypatch.setattr(MnistMeasurement, "seed", lambda self, seed: whole(self, 1))

@@ -6,13 +6,18 @@ import json
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from tests.studies.tiny_images import first_weights, plain_parts, with_ones, write_images
+from tests.studies.tiny_images import (
+    first_weights,
+    interrupted_at,
+    plain_parts,
+    with_ones,
+    write_images,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -214,13 +219,7 @@ def test_the_first_sequence_stays_for_the_explorer(report: tuple[Report, Path]) 
 def test_an_interrupted_study_goes_on(
     data: Path, tmp_path: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = TwoTasksMeasurement.in_sequence
-
-    def fails(self: TwoTasksMeasurement, seed: int) -> dict[str, Any]:
-        if seed == 1:
-            raise KeyboardInterrupt
-        return whole(self, seed)
-
+    fails = interrupted_at(1, TwoTasksMeasurement.in_sequence)
     monkeypatch.setattr(TwoTasksMeasurement, "in_sequence", fails)
     with pytest.raises(KeyboardInterrupt):
         study(data, tmp_path)

@@ -1,10 +1,11 @@
-"""Tiny pictures for studies, and what a plain loop makes of training one linear layer on them."""
+"""Tiny pictures for studies, what a plain loop makes of training on them, and interruptions."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn.functional import one_hot
 
 from dualform.read import Run
 from dualform.studies.classifiers import Training
+from dualform.studies.parts import Found
 
 
 def write_images(folder: Path, seed: int, count: int, noise: int = 56) -> None:
@@ -71,3 +73,14 @@ def plain_parts(
         if step in steps:
             found[step] = parts.clone()
     return found
+
+
+def interrupted_at(seed: int, part: Callable[[Any, int], Found]) -> Callable[[Any, int], Found]:
+    """A part of a study that is interrupted with one of its seeds."""
+
+    def fails(study: Any, own: int) -> Found:
+        if own == seed:
+            raise KeyboardInterrupt
+        return part(study, own)
+
+    return fails

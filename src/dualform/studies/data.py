@@ -77,6 +77,15 @@ class Images:
         return ((self.pixels.float() - self.center) / self.spread).flatten(1)
 
 
+def check_count(images: Images, name: str, batch: int) -> None:
+    """Makes sure that there are training images enough for a batch."""
+    if len(images) < batch:
+        raise ReadingError(
+            f"there are {len(images)} training images of {name}, fewer than the {batch} of a "
+            "batch; is --data right?"
+        )
+
+
 def first_of_each(groups: Tensor, count: int) -> Tensor:
     """The first so many images of each class, class by class.
 

@@ -12,7 +12,7 @@ from dualform.read import Run
 from dualform.read.scores import Array
 from dualform.studies.class_parts import sensitivities
 from dualform.studies.mnist.setting import CLASSES
-from dualform.studies.mnist.votes import NETWORK, Asked
+from dualform.studies.mnist.votes import NETWORK, AskedImages
 
 SHOWN = 5
 """How many training images are shown of each kind."""
@@ -20,7 +20,9 @@ POINTS = 60
 """How many points a curve of sorted scores has."""
 
 
-def examples(run: Run, model: nn.Module, asked: Asked, labels: Tensor) -> list[dict[str, Any]]:
+def examples(
+    run: Run, model: nn.Module, asked: AskedImages, labels: Tensor
+) -> list[dict[str, Any]]:
     """Each test image, with what each layer and the network say of it.
 
     Args:
@@ -45,7 +47,7 @@ def examples(run: Run, model: nn.Module, asked: Asked, labels: Tensor) -> list[d
     ]
 
 
-def _values(run: Run, model: nn.Module, asked: Asked) -> Iterator[tuple[str, str, Array]]:
+def _values(run: Run, model: nn.Module, asked: AskedImages) -> Iterator[tuple[str, str, Array]]:
     """Measures, where, and what training samples have by them: (samples, queries)."""
     for layer, reading in run.spotlight(model, asked.x).items():
         yield "keys", layer, reading.keys_only().values

@@ -21,7 +21,7 @@ from dualform.studies.mnist.examples import examples
 from dualform.studies.mnist.setting import CLASSES, WATCHED, MnistSetting
 from dualform.studies.mnist.votes import (
     NETWORK,
-    Asked,
+    AskedImages,
     alike,
     by_influence,
     of_classes,
@@ -76,7 +76,12 @@ class MnistMeasurement:
         return found
 
     def _said(
-        self, run: Run, model: nn.Module, asked: Asked, amounts: Mapping[str, Tensor], seed: int
+        self,
+        run: Run,
+        model: nn.Module,
+        asked: AskedImages,
+        amounts: Mapping[str, Tensor],
+        seed: int,
     ) -> Iterator[Found]:
         """What classes say, by every measure.
 
@@ -99,7 +104,7 @@ class MnistMeasurement:
             for measure in ("own", "given"):
                 yield said(f"{measure} influence", NETWORK, scored[measure], few)
 
-    def _alike(self, run: Run, model: nn.Module, asked: Asked) -> Iterator[Found]:
+    def _alike(self, run: Run, model: nn.Module, asked: AskedImages) -> Iterator[Found]:
         """Whether the strongest training images have the class of the test image."""
         labels = self._labels(run)
         directions = sensitivities(model, asked.x, asked.given)
@@ -109,20 +114,20 @@ class MnistMeasurement:
             reading = run.spotlight(model, asked.x, direction)[layer]
             yield alike("given", layer, reading.samples().values, asked, labels)
 
-    def _asked(self, outputs: Tensor, seed: int) -> Asked:
+    def _asked(self, outputs: Tensor, seed: int) -> AskedImages:
         """Test images by chance: as many as the setting says that are right, and that are wrong."""
         order = torch.randperm(len(self.tests), generator=torch.Generator().manual_seed(seed))
         x, given = self.tests.inputs().to(self.device), outputs.argmax(1)
-        every = Asked(torch.arange(len(self.tests)), x, self.tests.y, given)
+        every = AskedImages(torch.arange(len(self.tests)), x, self.tests.y, given)
         return every.some(order).first(self.setting.asked)
 
-    def _shown(self, asked: Asked) -> Asked:
+    def _shown(self, asked: AskedImages) -> AskedImages:
         """The first that is right of the watched class, and some that are wrong."""
         right = asked.right & (asked.targets == WATCHED)
         first = torch.nonzero(right).flatten()[:1]
         return asked.some(torch.cat([first, torch.nonzero(~asked.right).flatten()[:WRONG]]))
 
-    def _save_queries(self, asked: Asked) -> None:
+    def _save_queries(self, asked: AskedImages) -> None:
         """For the explorer: some that are wrong, and one that is right of each class."""
         wrong = torch.nonzero(~asked.right).flatten()[:ASKED]
         right = torch.nonzero(asked.right).flatten()
@@ -139,7 +144,7 @@ class MnistMeasurement:
         x = shown.x.cpu().numpy()
         np.savez(self.out / "queries.npz", x=x, labels=labels, titles=np.array(titles))
 
-    def _missed(self, run: Run, asked: Asked, outputs: Tensor, amounts: Tensor) -> float:
+    def _missed(self, run: Run, asked: AskedImages, outputs: Tensor, amounts: Tensor) -> float:
         """How much of the change of outputs the sums of all classes miss, relative to it."""
         before = self._outputs(trained_model(self.setting.training, run.at(0), self.device))
         change = (outputs - before)[asked.images]
@@ -173,5 +178,5 @@ class MnistMeasurement:
         return self.images.y[seen].bincount(minlength=CLASSES)
 
 
-def _counts(asked: Asked) -> dict[str, int]:
+def _counts(asked: AskedImages) -> dict[str, int]:
     return {"right": int(asked.right.sum()), "wrong": int((~asked.right).sum())}

@@ -9,7 +9,7 @@ import torch
 
 from dualform.errors import ReadingError
 from dualform.studies.classifiers import Training
-from dualform.studies.data import Images, load_images
+from dualform.studies.data import Images, check_count, load_images
 
 CLASSES = 10
 WATCHED = 6
@@ -67,11 +67,7 @@ def load_parts(data: Path, setting: MnistSetting) -> tuple[Images, Images]:
     """The first training images and all test images, standardized as the paper's code does."""
     whole, test = load_images(data, setting.dataset)
     train = whole.some(torch.arange(min(setting.images, len(whole))))
-    if len(train) < setting.training.batch:
-        raise ReadingError(
-            f"there are {len(train)} training images of {setting.dataset}, fewer than the "
-            f"{setting.training.batch} of a batch; is --data right?"
-        )
+    check_count(train, setting.dataset, setting.training.batch)
     for part, images in (("training", train), ("test", test)):
         missing = sorted(set(range(CLASSES)) - set(images.y.tolist()))
         if missing:

@@ -33,7 +33,7 @@ MEASURES = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedImages:
     """Test images that are asked about: what the model takes, their classes and its outputs."""
 
     images: Tensor
@@ -48,12 +48,12 @@ class Asked:
         """(queries,): whether the model has the class right."""
         return self.targets == self.given
 
-    def some(self, chosen: Tensor) -> Asked:
+    def some(self, chosen: Tensor) -> AskedImages:
         """Some of them."""
         parts = (self.images, self.x, self.targets, self.given)
-        return Asked(*(part[chosen.to(part.device)] for part in parts))
+        return AskedImages(*(part[chosen.to(part.device)] for part in parts))
 
-    def first(self, count: int) -> Asked:
+    def first(self, count: int) -> AskedImages:
         """So many that are right, and as many that are wrong."""
         places = [torch.nonzero(side).flatten()[:count] for side in (self.right, ~self.right)]
         return self.some(torch.cat(places))
@@ -63,7 +63,7 @@ class Asked:
         return self.x.repeat_interleave(CLASSES, 0), torch.arange(CLASSES).repeat(len(self.x))
 
 
-def by_influence(run: Run, model: nn.Module, asked: Asked, labels: Tensor) -> Tensor:
+def by_influence(run: Run, model: nn.Module, asked: AskedImages, labels: Tensor) -> Tensor:
     """(queries, outputs, classes): sums of the influence of single training images.
 
     Args:
@@ -93,7 +93,7 @@ def strongest_of_classes(values: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([part.topk(min(HIGHEST, len(part)), 0).values.mean(0) for part in own], 1)
 
 
-def scores_of(amounts: Tensor, asked: Asked) -> dict[str, Tensor]:
+def scores_of(amounts: Tensor, asked: AskedImages) -> dict[str, Tensor]:
     """Scores of classes (queries, classes) from amounts (queries, outputs, classes), by measure."""
     own = amounts.diagonal(dim1=1, dim2=2)
     return {
@@ -104,13 +104,13 @@ def scores_of(amounts: Tensor, asked: Asked) -> dict[str, Tensor]:
     }
 
 
-def votes(scores: Tensor, asked: Asked) -> dict[str, float | None]:
+def votes(scores: Tensor, asked: AskedImages) -> dict[str, float | None]:
     """How often the class with the largest score is an image's class, and the output.
 
     Of images that are right, both are the same.
 
     >>> scores, y = torch.eye(10)[[3, 5]], torch.tensor([3, 4])
-    >>> votes(scores, Asked(y, y, y, torch.tensor([3, 5])))
+    >>> votes(scores, AskedImages(y, y, y, torch.tensor([3, 5])))
     {'right': 1.0, 'wrong, its class': 0.0, 'wrong, the output': 1.0}
     """
     vote, right = scores.argmax(1), asked.right
@@ -121,7 +121,7 @@ def votes(scores: Tensor, asked: Asked) -> dict[str, float | None]:
     }
 
 
-def places(scores: Tensor, asked: Asked) -> list[float] | None:
+def places(scores: Tensor, asked: AskedImages) -> list[float] | None:
     """The mean place of each class, from 1, for images of the watched class that are right."""
     watched = asked.right & (asked.targets == WATCHED)
     if not bool(watched.any()):
@@ -131,7 +131,9 @@ def places(scores: Tensor, asked: Asked) -> list[float] | None:
     return found
 
 
-def alike(measure: str, where: str, values: Array, asked: Asked, labels: Tensor) -> dict[str, Any]:
+def alike(
+    measure: str, where: str, values: Array, asked: AskedImages, labels: Tensor
+) -> dict[str, Any]:
     """Which share of the strongest training images have the class of the test image.
 
     Args:
@@ -148,7 +150,7 @@ def alike(measure: str, where: str, values: Array, asked: Asked, labels: Tensor)
     return {"measure": measure, "where": where, **means}
 
 
-def said(measure: str, where: str, scores: Tensor, asked: Asked) -> dict[str, Any]:
+def said(measure: str, where: str, scores: Tensor, asked: AskedImages) -> dict[str, Any]:
     """What is kept of the scores (queries, classes) of a measure in a layer, or the network."""
     found = {"votes": votes(scores, asked), "places": places(scores, asked)}
     return {"measure": measure, "where": where, **found}
