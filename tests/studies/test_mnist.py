@@ -161,21 +161,34 @@ def test_keys_only_are_plain_sums(
     with torch.no_grad():
         asked = measure._asked(model(tests.inputs()), 0)
     seen = torch.cat([*islice(batches(images), 30)])
-    similar = (images.inputs()[seen].double() @ asked.x.double().T).abs()
-    sums = torch.zeros(10, len(asked.x), dtype=torch.float64)
-    for row, label in zip(similar, images.y[seen].tolist(), strict=True):
-        sums[label] += row
+    assert torch.equal(tests.y[asked.images], asked.targets)
     found = {one["measure"]: one["votes"] for one in kept["said"] if one["where"] == "0"}
-    winners = sums.argmax(0)
-    for side, expected in (
-        ("right", (winners == asked.targets)[asked.right]),
-        ("wrong, its class", (winners == asked.targets)[~asked.right]),
-        ("wrong, the output", (winners == asked.given)[~asked.right]),
+    plain = [Images(part.pixels, part.y, ()) for part in parts]
+    for measure, (x, queries) in {"keys": parts, "keys unscaled": plain}.items():
+        similar = x.inputs()[seen].double() @ queries.inputs()[asked.images].double().T
+        sums = torch.zeros(10, len(asked.x), dtype=torch.float64)
+        for row, label in zip(similar.abs(), images.y[seen].tolist(), strict=True):
+            sums[label] += row
+        expected = plain_votes(sums, asked)
+        assert found[measure] == pytest.approx(expected)
+        if measure == "keys":
+            visits = torch.bincount(images.y[seen], minlength=10)[:, None]
+            assert found["keys mean"] == pytest.approx(plain_votes(sums / visits, asked))
+
+
+def plain_votes(sums: Tensor, asked: AskedImages) -> dict[str, float]:
+    """How often the largest sum (classes, queries) is that of the class, and of the output."""
+    hits: dict[str, list[bool]] = {"right": [], "wrong, its class": [], "wrong, the output": []}
+    for own, target, given in zip(
+        sums.T.tolist(), asked.targets.tolist(), asked.given.tolist(), strict=True
     ):
-        assert found["keys"][side] == pytest.approx(float(expected.double().mean()))
-    visits = torch.bincount(images.y[seen], minlength=10)[:, None]
-    means = ((sums / visits).argmax(0) == asked.targets)[asked.right]
-    assert found["keys mean"]["right"] == pytest.approx(float(means.double().mean()))
+        first = own.index(max(own))
+        if target == given:
+            hits["right"].append(first == target)
+        else:
+            hits["wrong, its class"].append(first == target)
+            hits["wrong, the output"].append(first == given)
+    return {name: sum(some) / len(some) for name, some in hits.items()}
 
 
 def small_of(out: Path) -> torch.nn.Module:

@@ -88,13 +88,15 @@ class MnistMeasurement:
         Args:
             amounts: (queries, outputs, classes) for each layer, and the network.
         """
-        labels, visits = self._labels(run), self._visits(seed)
+        labels = self._labels(run)
+        visits = torch.bincount(self.images.y, self._visits(seed), minlength=CLASSES)
         for layer, reading in run.spotlight(model, asked.x).items():
             values = torch.from_numpy(reading.keys_only().values)
             sums = of_classes(values, labels)
             yield said("keys", layer, sums, asked)
             yield said("keys mean", layer, sums / visits, asked)
             yield said("keys strongest", layer, strongest_of_classes(values, labels), asked)
+        yield said("keys unscaled", run.layers[0], self._unscaled(asked, seed), asked)
         for where, own in amounts.items():
             for measure, scores in scores_of(own, asked).items():
                 yield said(measure, where, scores, asked)
@@ -172,10 +174,19 @@ class MnistMeasurement:
         ids, batch = torch.arange(len(self.images)), self.setting.training.batch
         return whole_batches(ids, batch, torch.Generator().manual_seed(seed))
 
+    def _unscaled(self, asked: AskedImages, seed: int) -> Tensor:
+        """(queries, classes): the first layer's keys only, if pixels went from −1 to 1.
+
+        What the first layer sees is known without training.
+        """
+        train, tests = (Images(part.pixels, part.y, ()) for part in (self.images, self.tests))
+        similar = (train.inputs() @ tests.some(asked.images).inputs().T).abs()
+        return of_classes(similar * self._visits(seed)[:, None], train.y)
+
     def _visits(self, seed: int) -> Tensor:
-        """(classes,): how often training saw an image of each class."""
+        """(training images,): how often training saw each."""
         seen = torch.cat([*islice(self._batches(seed), self.setting.training.steps)])
-        return self.images.y[seen].bincount(minlength=CLASSES)
+        return seen.bincount(minlength=len(self.images))
 
 
 def _counts(asked: AskedImages) -> dict[str, int]:

@@ -22,6 +22,7 @@ MEASURES = {
     "keys": "keys only, total",
     "keys mean": "keys only, mean",
     "keys strongest": "keys only, 50 strongest",
+    "keys unscaled": "keys only, total, pixels from −1 to 1",
     "own": "exact: a class for its own output",
     "own relative": "exact: the same, relative to its mean",
     "evidence": "exact: all classes for an output",
