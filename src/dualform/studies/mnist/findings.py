@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from dualform.studies.estimate import Estimate
 from dualform.studies.mnist.results import MnistResults
 from dualform.studies.mnist.setting import WATCHED
-from dualform.studies.mnist.votes import NETWORK, STRONGEST
+from dualform.studies.mnist.votes import MEASURES, NETWORK, STRONGEST
 from dualform.studies.report import BOUND
 
 
@@ -33,6 +31,11 @@ def _keys(results: MnistResults) -> Iterator[str]:
     yield (
         f"Keys only: of right images, the class with the largest total is theirs for "
         f"{_listed(right, layers)}."
+    )
+    unscaled = results.votes("keys unscaled", layers[0], "right")
+    yield (
+        f"The score depends on how pixels are scaled: if they went from −1 to 1, it would be "
+        f"{unscaled} % in layer {layers[0]}, in place of {right[0]} %."
     )
     own, output = (
         [results.votes("keys", layer, side) for layer in layers]
@@ -113,22 +116,20 @@ def _alike(results: MnistResults) -> Iterator[str]:
 
 
 def _watched(results: MnistResults) -> Iterator[str]:
-    """In which order classes come for the watched class; of digits, where 1 and 8 are."""
-    name = results.classes[WATCHED]
-    for measure, title in (("keys", "total"), ("keys strongest", "the strongest")):
-        for layer in results.layers[:-1]:
-            found = results.places(measure, layer)
-            if found is None:
-                return
-            order = np.argsort([one.mean for one in found])
-            first = ", ".join(results.classes[at] for at in order[:3])
-            where = ""
-            if results.setting.dataset == "mnist":
-                where = f"; the mean place of 1 is {found[1]}, that of 8 is {found[8]}"
-            yield (
-                f"For right images of {name}, keys only in layer {layer} by {title} put first "
-                f"{first}{where}."
-            )
+    """In which order classes come for the watched class."""
+    layers, name = results.layers[:-1], results.classes[WATCHED]
+    for measure in ("keys", "keys strongest", "keys unscaled"):
+        found = {layer: own for layer in layers if (own := results.places(measure, layer))}
+        if not found:
+            continue
+        orders = (
+            f"{', '.join(results.first(own, 3))} (layer {layer})" for layer, own in found.items()
+        )
+        said = f"For right images of {name}, {MEASURES[measure]}: the first are {'; '.join(orders)}"
+        for label in results.looked:
+            each = ", ".join(str(own[label]) for own in found.values())
+            said += f"; the mean place of {results.classes[label]} is {each}"
+        yield f"{said}."
 
 
 def _books(results: MnistResults) -> Iterator[str]:

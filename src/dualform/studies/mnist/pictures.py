@@ -133,7 +133,7 @@ def _strongest(
             shown = said.get((measure, where), {}).get(side, ())
             for axes, one in zip(line, shown, strict=False):
                 label = results.classes[int(images.y[one["id"]])]
-                show_image(axes, images.pixels[one["id"]], f"{label}  {one['value']:.3g}")
+                show_image(axes, images.pixels[one["id"]], f"{label}  {_number(one['value'])}")
             if shown:
                 line[0].text(
                     -0.15,
@@ -188,12 +188,22 @@ def _by_layer(plt: Any, results: MnistResults, example: Mapping[str, Any], make:
                 axes.axis("off")
                 continue
             make(axes, one)
+            axes.yaxis.set_major_formatter(lambda value, _: _number(value))
             clean_axes(axes, f"{title}, {_where(where).replace(chr(10), ' ')}")
     return figure
 
 
 def _by_place(said: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Mapping[str, Any]]:
     return {(one["measure"], one["where"]): one for one in said}
+
+
+def _number(value: float) -> str:
+    """In few letters.
+
+    >>> _number(9420.0), _number(-0.2641), _number(1.6e6)
+    ('9420', '-0.264', '1.6e6')
+    """
+    return f"{value:.0f}" if 100 <= abs(value) < 1e5 else f"{value:.3g}".replace("e+0", "e")
 
 
 def _color(label: int, example: Mapping[str, Any]) -> str:
