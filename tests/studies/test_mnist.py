@@ -255,7 +255,7 @@ def test_the_first_run_stays_for_the_explorer(report: tuple[Report, Path]) -> No
         f"dualform view {out / 'run'} --model {LOOK} --input {out / 'queries.npz'}",
     )
     samples = dualform.open(out / "run").samples
-    assert samples.labels[13] == 3
+    assert samples.labels[13] == "3"
     assert samples.preview(13) is not None
     asked = np.load(out / "queries.npz")
     assert asked["x"].shape[1] == 16
@@ -331,7 +331,9 @@ def test_cifar_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found["settings"]["widths"] == [3072, 12, 10]
     assert "--model dualform.studies.mnist:small_cifar10_model" in found["look"][0]
     assert small_cifar10_model().get_parameter("0.weight").shape == (12, 3072)
-    preview = dualform.open(tmp_path / "out" / "run").samples.preview(4)
+    samples = dualform.open(tmp_path / "out" / "run").samples
+    assert samples.labels[4] == "deer"
+    preview = samples.preview(4)
     assert preview is not None
     assert torch.as_tensor(preview.data).shape == (32, 32, 3)
 

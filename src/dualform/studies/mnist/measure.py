@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.read import Run, open_run
+from dualform.recording import describe
 from dualform.studies.class_parts import class_parts, sensitivities
 from dualform.studies.classifiers import train, trained_model, whole_batches
 from dualform.studies.data import Images, first_of_each
@@ -70,6 +71,8 @@ class MnistMeasurement:
         if seed == 0:
             shown = self._shown(asked)
             found["examples"] = examples(run, model, shown, self._labels(run))
+            names = [self.images.classes[label] for label in self.images.y.tolist()]
+            describe(path, ids=range(len(names)), labels=names)
             self._save_queries(asked)
         else:
             shutil.rmtree(path)
