@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from tests.studies.tiny_images import write_images
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, one_hot
+from tests.studies.tiny_images import (
+    first_weights,
+    interrupted_at,
+    plain_parts,
+    with_ones,
+    write_images,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 import dualform
 from dualform.cli import cli
 from dualform.errors import ReadingError
+from dualform.studies.class_parts import by_group
 from dualform.studies.classifiers import Training, train
 from dualform.studies.report import Report, read_tables
 from dualform.studies.two_tasks import (
@@ -30,7 +35,7 @@ from dualform.studies.two_tasks import (
     small_model,
 )
 from dualform.studies.two_tasks.attention import NETWORK, ImageQueries, attention
-from dualform.studies.two_tasks.change import by_group, change_between
+from dualform.studies.two_tasks.change import change_between
 from dualform.studies.two_tasks.measure import TwoTasksMeasurement
 from dualform.studies.two_tasks.overwriting import changes_between
 from dualform.studies.two_tasks.tasks import Tasks, load_tasks
@@ -72,40 +77,15 @@ def trained(tasks: Tasks, training: Training, path: Path) -> tuple[dualform.Run,
     return dualform.open(path), model.eval()
 
 
-def parts_of_weights(
-    tasks: Tasks, training: Training, run: dualform.Run, steps: Mapping[int, str]
-) -> dict[int, Tensor]:
-    """(classes, outputs, inputs + 1) after some steps, for one linear layer: a plain loop.
-
-    What the samples of a class have added to the weights has a velocity of its own, since
-    momentum is linear in the gradient.
-    """
-    x, y, groups = tasks.images.inputs().double(), tasks.images.y, tasks.groups
-    x = torch.cat([x, torch.ones(len(x), 1)], 1)
-    first = run.at(0).state_dict()
-    start = torch.cat([first["0.weight"], first["0.bias"][:, None]], 1).double()
-    parts = torch.zeros(20, *start.shape, dtype=torch.float64)
-    speed, found = torch.zeros_like(parts), {0: parts.clone()}
-    batches = tasks.in_sequence(TINY.switch, training.batch, seed=0)
-    for step, ids in enumerate(islice(batches, training.steps), 1):
-        weights = start + parts.sum(0)
-        errors = (x[ids] @ weights.T).softmax(1) - one_hot(y[ids], 10)
-        rows = errors[:, :, None] * x[ids][:, None] / len(ids)
-        gradient = torch.zeros_like(parts).index_add_(0, groups[ids], rows)
-        clipped = min(1.0, training.clip / float(gradient.sum(0).norm()))
-        speed = training.momentum * speed + clipped * gradient
-        parts = parts - training.rate * speed
-        if step in steps:
-            found[step] = parts.clone()
-    return found
-
-
 def test_changes_are_those_of_a_plain_loop(tasks: Tasks, tmp_path: Path) -> None:
     training = Training(widths=(16, 10), batch=20, rate=0.5, steps=30)
     run, model = trained(tasks, training, tmp_path / "run")
-    parts = parts_of_weights(tasks, training, run, {12: "switch", 30: "end"})
-    x, y = tasks.images.inputs()[:5], tasks.images.y[:5]
-    wide = torch.cat([x, torch.ones(5, 1)], 1).double()
+    every = with_ones(tasks.images.inputs())
+    batches = islice(tasks.in_sequence(TINY.switch, training.batch, seed=0), training.steps)
+    parts = plain_parts(
+        every, tasks.images.y, tasks.groups, first_weights(run), batches, training, {12, 30}
+    )
+    x, y, wide = tasks.images.inputs()[:5], tasks.images.y[:5], every[:5]
     moved = (parts[30] - parts[12])[:, y]  # (classes, queries, inputs)
     expected = (moved * wide).sum(2)
     groups = dict(enumerate(tasks.groups.tolist()))
@@ -239,13 +219,7 @@ def test_the_first_sequence_stays_for_the_explorer(report: tuple[Report, Path]) 
 def test_an_interrupted_study_goes_on(
     data: Path, tmp_path: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = TwoTasksMeasurement.in_sequence
-
-    def fails(self: TwoTasksMeasurement, seed: int) -> dict[str, Any]:
-        if seed == 1:
-            raise KeyboardInterrupt
-        return whole(self, seed)
-
+    fails = interrupted_at(1, TwoTasksMeasurement.in_sequence)
     monkeypatch.setattr(TwoTasksMeasurement, "in_sequence", fails)
     with pytest.raises(KeyboardInterrupt):
         study(data, tmp_path)

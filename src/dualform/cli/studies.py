@@ -1,8 +1,9 @@
-"""Verbs about experiments: `study uea`, `fixed-point`, `two-tasks`, `controls`."""
+"""Verbs about experiments: `study uea`, `fixed-point`, `mnist`, `two-tasks`, `controls`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,34 @@ def fixed_point(out: Path, size: int, steps: int, seeds: int, device: str, as_js
     print_json(found.to_dict()) if as_json else print_results(found)
     if not as_json:
         click.echo(f"Wrote {', '.join(map(str, paths))}")
+
+
+@study.command()
+@study_options("mnist")
+@click.option(
+    "--dataset",
+    type=click.Choice(["mnist", "fashion-mnist", "cifar10"]),
+    default="mnist",
+    show_default=True,
+)
+def mnist(
+    data: Path | None,
+    setting: str,
+    dataset: str,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Do the training images that a test image attends to have its class?"""
+    from dualform.studies.data import data_folder
+    from dualform.studies.mnist import SETTINGS, run_study
+
+    chosen = replace(SETTINGS[setting], dataset=dataset)
+    colors = "_cifar10" if dataset == "cifar10" else ""
+    model = f"dualform.studies.mnist:{setting}{colors}_model"
+    report = run_study(data_folder(data), chosen, seeds, device, out, model)
+    show_report(report, out, as_json)
 
 
 @study.command("two-tasks")

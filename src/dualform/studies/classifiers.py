@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from dualform.read import Run
 from dualform.recording import record
 from dualform.recording.keep import Keep
 from dualform.studies.data import Images
@@ -63,6 +64,13 @@ def whole_batches(ids: Tensor, batch: int, generator: torch.Generator) -> Iterat
     [2, 2, 2, 2]
     """
     return (some for some in shuffled(ids, batch, generator) if len(some) == batch)
+
+
+def trained_model(training: Training, run: Run, device: str = "cpu") -> nn.Module:
+    """The network as of the step that a run is read at."""
+    model = training.make_model()
+    model.load_state_dict(run.state_dict())
+    return model.eval().to(device)
 
 
 def train(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,9 @@ class Images:
     pixels: Tensor
     y: Tensor
     classes: tuple[str, ...]
+    center: Tensor | float = 127.5
+    spread: Tensor | float = 127.5
+    """A network sees `(pixels − center) / spread`: one number for all pixels, or for each color."""
 
     def __len__(self) -> int:
         return len(self.y)
@@ -51,15 +54,46 @@ class Images:
 
     def some(self, rows: Tensor) -> Images:
         """Some of the samples, in this order."""
-        return Images(self.pixels[rows], self.y[rows], self.classes)
+        return replace(self, pixels=self.pixels[rows], y=self.y[rows])
+
+    def standardized(self, train: Images) -> Images:
+        """The same, seen with the mean 0 and the deviation 1 that training images then have.
+
+        >>> images = Images(torch.tensor([[[0, 100]]]).byte(), torch.tensor([3]), DIGITS)
+        >>> images.standardized(images).inputs()
+        tensor([[-1.,  1.]])
+        """
+        colors = train.pixels.shape[3:]
+        pixels = train.pixels.double().reshape(-1, *colors)
+        center, spread = pixels.mean(0).float(), pixels.std(0, correction=0).float()
+        return replace(self, center=center, spread=spread)
 
     def inputs(self) -> Tensor:
-        """(n, numbers): all pixels of a sample in a row, from −1 to 1.
+        """(n, numbers): all pixels of a sample in a row, by default from −1 to 1.
 
         >>> Images(torch.tensor([[[0, 255]]]).byte(), torch.tensor([3]), DIGITS).inputs()
         tensor([[-1.,  1.]])
         """
-        return self.pixels.flatten(1).float() / 127.5 - 1
+        return ((self.pixels.float() - self.center) / self.spread).flatten(1)
+
+
+def check_count(images: Images, name: str, batch: int) -> None:
+    """Makes sure that there are training images enough for a batch."""
+    if len(images) < batch:
+        raise ReadingError(
+            f"there are {len(images)} training images of {name}, fewer than the {batch} of a "
+            "batch; is --data right?"
+        )
+
+
+def first_of_each(groups: Tensor, count: int) -> Tensor:
+    """The first so many images of each class, class by class.
+
+    >>> first_of_each(torch.tensor([1, 0, 1, 1, 0]), 2).tolist()
+    [1, 4, 0, 2]
+    """
+    classes = sorted(set(groups.tolist()))
+    return torch.cat([torch.nonzero(groups == one).flatten()[:count] for one in classes])
 
 
 def data_folder(given: Path | None) -> Path:
@@ -140,13 +174,3 @@ def _cifar_records(folder: Path, name: str) -> Tensor:
             f"{CIFAR_RECORD:,}; give CIFAR-10's binary version."
         )
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(-1, CIFAR_RECORD)
-
-
-def first_of_each(groups: Tensor, count: int) -> Tensor:
-    """The first so many images of each class, class by class.
-
-    >>> first_of_each(torch.tensor([1, 0, 1, 1, 0]), 2).tolist()
-    [1, 4, 0, 2]
-    """
-    classes = sorted(set(groups.tolist()))
-    return torch.cat([torch.nonzero(groups == one).flatten()[:count] for one in classes])

@@ -10,7 +10,7 @@ import numpy as np
 from dualform.studies.controls.left_out import EXACT, VARIANTS
 from dualform.studies.controls.measure import TRUE, UNTRAINED
 from dualform.studies.controls.results import ASKED, COLUMNS, SELF, ControlsResults
-from dualform.studies.drawing import FAINT, INK, Drawing, clean
+from dualform.studies.drawing import FAINT, INK, Drawing, clean_axes
 from dualform.studies.estimate import Estimate, estimate
 
 SHADES = {
@@ -92,7 +92,7 @@ def _answers(plt: Any, results: ControlsResults) -> Any:
         _lines(axes, rows)
         axes.axvline(10, color=INK, linewidth=0.8, linestyle=":")
         axes.set_xlim(-2, 102)
-        clean(axes, title, "test digits, % (dotted: chance)")
+        clean_axes(axes, title, "test digits, % (dotted: chance)")
     handles = grid[0].get_legend_handles_labels()
     figure.legend(*handles, frameon=False, fontsize=9, loc="outside lower center", ncols=4)
     return figure
@@ -119,7 +119,7 @@ def _asked(plt: Any, results: ControlsResults) -> Any:
             _dots(axes, found, 0.22 * (at - 1), (TONES[2], TONES[4], "#9a9a9a")[at], label)
         _lines(axes, results.exact_reads)
         axes.set_xlim(-2, 102)
-        clean(axes, column, "largest total, % of test digits")
+        clean_axes(axes, column, "largest total, % of test digits")
     handles = grid[0].get_legend_handles_labels()
     figure.legend(*handles, frameon=False, fontsize=9, loc="outside lower center", ncols=3)
     return figure
@@ -137,8 +137,8 @@ def _left_out(plt: Any, results: ControlsResults) -> Any:
     for axes in (left, right):
         _lines(axes, names)
     left.set_xlim(left=0)
-    clean(left, "rebuilt weights", "error, % of the change by training")
-    clean(right, "contributions of training images", "rank correlation with the exact ones")
+    clean_axes(left, "rebuilt weights", "error, % of the change by training")
+    clean_axes(right, "contributions of training images", "rank correlation with the exact ones")
     left.legend(frameon=False, fontsize=8)
     return figure
 
@@ -173,9 +173,9 @@ def _retraining(plt: Any, results: ControlsResults) -> Any:
     for axes in (left, middle, right):
         _lines(axes, names)
     middle.axvline(0, color=INK, linewidth=0.8)
-    clean(left, "foretelling halves", "LDS (dotted: at best; ticks: other networks)")
-    clean(middle, "removing what is ranked first", "the margin falls by")
-    clean(right, "removing what is ranked first", "right answers that turn wrong, %")
+    clean_axes(left, "foretelling halves", "LDS (dotted: at best; ticks: other networks)")
+    clean_axes(middle, "removing what is ranked first", "the margin falls by")
+    clean_axes(right, "removing what is ranked first", "right answers that turn wrong, %")
     right.set_xlim(-4, 104)
     handles = middle.get_legend_handles_labels()
     figure.legend(*handles, frameon=False, fontsize=9, loc="outside lower center", ncols=3)

@@ -14,7 +14,7 @@ from dualform.studies.controls.measure import RANDOM, TRUE, UNTRAINED, ControlsM
 from dualform.studies.controls.pictures import drawings
 from dualform.studies.controls.removal import Removals, retrained
 from dualform.studies.controls.results import ControlsResults
-from dualform.studies.drawing import drawn_into
+from dualform.studies.drawing import save_drawings
 from dualform.studies.parts import run_parts
 from dualform.studies.report import Report
 
@@ -75,7 +75,7 @@ def run_study(
         settings,
         findings(results),
         results.tables(),
-        drawn_into(out, drawings(results)),
+        save_drawings(drawings(results), out),
         tuple(
             f"dualform view {out / name} --model {model} --input {out / f'{name}.npz'}"
             for name in ("run", "random-labels")

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from dualform.read import Run
 from dualform.read.contributions import Source
 from dualform.read.explain import Questions
-from dualform.read.grouping import ByCell, Grouping
+from dualform.read.grouping import Grouping
 from dualform.read.path import LineGradients, along_line
 from dualform.read.scores import Array
 from dualform.read.targets import Asked, Target
@@ -77,14 +76,6 @@ def change_between(
     first, last = (_weights(run.source, model) for run in (early, late))
     line = along_line(asked, first, last, range(asked.count), TOLERANCE)
     return Change(line, early.source, late.source)
-
-
-def by_group(run: Run, groups: Mapping[int, int]) -> ByCell:
-    """Rows by the group of their sample; the groups are numbered from 0."""
-    source = run.source
-    lines = torch.tensor([groups[int(sample)] for sample in source.ids])
-    bins = torch.zeros(run.steps + 1, dtype=torch.long)
-    return ByCell(source.numbers, lines, bins, bins=1)
 
 
 def by_layer(sums: Mapping[str, Array]) -> dict[str, Array]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import dualform
 from dualform.read import Run, open_run
 from dualform.studies.balance import audited
-from dualform.studies.classifiers import train
+from dualform.studies.classifiers import train, trained_model
 from dualform.studies.data import first_of_each
 from dualform.studies.parts import Found
 from dualform.studies.two_tasks.attention import ImageQueries, attention
@@ -89,9 +89,7 @@ class TwoTasksMeasurement:
 
     def _model(self, run: Run) -> nn.Module:
         """The network as of the step that a run is read at."""
-        model = self.setting.training.make_model()
-        model.load_state_dict(run.state_dict())
-        return model.eval().to(self.device)
+        return trained_model(self.setting.training, run, self.device)
 
     def _train(self, path: Path, batches: Iterator[Tensor], steps: int, seed: int) -> None:
         training = replace(self.setting.training, steps=steps)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from dualform.read import Run
 from dualform.read.grouping import BySample, ByStep
 from dualform.read.scores import Array
+from dualform.studies.class_parts import by_group
 from dualform.studies.two_tasks.attention import ImageQueries
-from dualform.studies.two_tasks.change import by_group, by_layer, change_between
+from dualform.studies.two_tasks.change import by_layer, change_between
 from dualform.studies.two_tasks.tasks import GROUPS, OUTPUTS
 
 TOGETHER = 100

@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 
 from dualform.read.scores import Array
 from dualform.studies.data import DIGITS, GARMENTS
-from dualform.studies.drawing import FAINT, INK, Drawing, clean, drawn_into
+from dualform.studies.drawing import (
+    FAINT,
+    INK,
+    Drawing,
+    clean_axes,
+    color_scale,
+    save_drawings,
+    show_image,
+)
 from dualform.studies.report import Picture
 from dualform.studies.two_tasks.attention import NETWORK
 from dualform.studies.two_tasks.measure import FORGOTTEN
@@ -30,7 +38,7 @@ def draw(results: TwoTasksResults, tasks: Tasks, tests: Tasks, out: Path) -> tup
     def examples(plt: Any) -> Any:
         return _examples(plt, results, tasks, tests)
 
-    drawings: list[Drawing] = [
+    drawn: list[Drawing] = [
         (
             "attention.png",
             "Which share of the attention of test images training digits get, by layer.",
@@ -50,7 +58,7 @@ def draw(results: TwoTasksResults, tasks: Tasks, tests: Tasks, out: Path) -> tup
     ]
     end = max(results.setting.ends)
     if any(one[FORGOTTEN]["of"] for one in results.ends(end)):
-        drawings += [
+        drawn += [
             (
                 "forgotten.png",
                 "Digits that were forgotten: which garments, and which layers, changed the margin.",
@@ -62,7 +70,7 @@ def draw(results: TwoTasksResults, tasks: Tasks, tests: Tasks, out: Path) -> tup
                 examples,
             ),
         ]
-    return drawn_into(out, drawings)
+    return save_drawings(drawn, out)
 
 
 def _attention(plt: Any, results: TwoTasksResults) -> Any:
@@ -90,7 +98,7 @@ def _attention(plt: Any, results: TwoTasksResults) -> Any:
                 axes.hlines(100 * share, at - 0.45, at + 0.45, INK, ":", lw=1.2, label=label)
             axes.set_xticks(range(len(visits)), [n.replace(", ", "\n") for n in results.reads])
             axes.set_ylim(0, 105)
-            clean(axes, f"test {test}: {title}", y="to digits, %")
+            clean_axes(axes, f"test {test}: {title}", y="to digits, %")
     handles = grid[1, 1].get_legend_handles_labels()
     figure.legend(*handles, frameon=False, fontsize=9, loc="outside lower center", ncols=5)
     return figure
@@ -117,16 +125,9 @@ def _classes(plt: Any, results: TwoTasksResults) -> Any:
         axes.set_yticks(range(len(NAMES)), NAMES)
         axes.axhline(OUTPUTS - 0.5, color=INK, linewidth=0.8)
         axes.axvline(OUTPUTS - 0.5, color=INK, linewidth=0.8)
-        clean(axes, title, "test class", "training class" if axes is grid[0] else "")
-    _scale(figure, image, grid, "share of the attention, %")
+        clean_axes(axes, title, "test class", "training class" if axes is grid[0] else "")
+    color_scale(figure, image, grid, "share of the attention, %")
     return figure
-
-
-def _scale(figure: Any, image: Any, axes: Any, label: str) -> None:
-    """What the colors of a heat map mean."""
-    bar = figure.colorbar(image, ax=axes, shrink=0.8)
-    bar.set_label(label, fontsize=9, color=INK)
-    bar.ax.tick_params(labelsize=8, color=FAINT, labelcolor=INK)
 
 
 def _timeline(plt: Any, results: TwoTasksResults) -> Any:
@@ -137,7 +138,9 @@ def _timeline(plt: Any, results: TwoTasksResults) -> Any:
     steps = [point["step"] for point in results.sequences[0]["path"]]
     measured = np.mean([[p["output"] for p in one["path"]] for one in results.sequences], 0)
     left.plot(steps, measured, "o", color=INK, markersize=4, label="the output, measured")
-    clean(left, "What steps added, read at their phase's end", "step", "output for the true class")
+    clean_axes(
+        left, "What steps added, read at their phase's end", "step", "output for the true class"
+    )
     reads = np.stack([_of_last_layer(one, end) for one in results.sequences])
     color = SHADES[2]
     _band(
@@ -147,13 +150,13 @@ def _timeline(plt: Any, results: TwoTasksResults) -> Any:
         color,
         f"layer {results.layers[-1]}: weights before training, then steps",
     )
-    clean(middle, f"The last layer, read at step {end:,}", "step", "")
+    clean_axes(middle, f"The last layer, read at step {end:,}", "step", "")
     middle.sharey(left)
     for task in TASKS:
         found = np.array([[100 * p[task] for p in one["path"]] for one in results.sequences])
         _band(right, np.array(steps), found, COLORS[task], f"test {task}")
     right.set_ylim(0, 100)
-    clean(right, "Test images that are right", "step", "%")
+    clean_axes(right, "Test images that are right", "step", "%")
     for axes in (left, middle, right):
         axes.axvline(switch, color=INK, linewidth=0.8, linestyle=":")
         axes.grid(True, color=FAINT, linewidth=0.5, alpha=0.6)
@@ -205,8 +208,8 @@ def _forgotten(plt: Any, results: TwoTasksResults) -> Any:
     left.set_xticks(range(OUTPUTS), GARMENTS, rotation=45, ha="right")
     names = [f"{k} ({garment})" for k, garment in enumerate(GARMENTS)]
     left.set_yticks(range(OUTPUTS), names)
-    _scale(figure, image, left, "change of the margin, mean")
-    clean(left, "Margin against the output it is taken for", "training garments", "taken for")
+    color_scale(figure, image, left, "change of the margin, mean")
+    clean_axes(left, "Margin against the output it is taken for", "training garments", "taken for")
     layers = results.layers
     for at, layer in enumerate(layers):
         values = [one["layers"][layer] for one in found]
@@ -214,7 +217,7 @@ def _forgotten(plt: Any, results: TwoTasksResults) -> Any:
         right.plot([at] * len(values), values, "o", color=INK, markersize=3)
     right.axhline(0, color=INK, linewidth=0.8)
     right.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
-    clean(right, f"Change of the margin by layer, until step {end:,}")
+    clean_axes(right, f"Change of the margin by layer, until step {end:,}")
     return figure
 
 
@@ -228,13 +231,7 @@ def _examples(plt: Any, results: TwoTasksResults, tasks: Tasks, tests: Tasks) ->
     train, groups = tasks.images.pixels, tasks.groups
     for line, row in zip(grid, rows, strict=True):
         title = f"{GROUPS[row['group']]} → {row['rival']}\nmargin {row['change']:+.1f}"
-        _show(line[0], tests.digits.pixels[row["image"]], title)
+        show_image(line[0], tests.digits.pixels[row["image"]], title)
         for axes, sample, value in zip(line[1:], row["against"], row["values"], strict=True):
-            _show(axes, train[sample], f"{GROUPS[int(groups[sample])]}\n{value:+.2f}")
+            show_image(axes, train[sample], f"{GROUPS[int(groups[sample])]}\n{value:+.2f}")
     return figure
-
-
-def _show(axes: Any, pixels: Any, title: str) -> None:
-    axes.imshow(pixels.numpy(), cmap="gray_r")
-    axes.set_title(title, fontsize=8, color=INK)
-    axes.axis("off")

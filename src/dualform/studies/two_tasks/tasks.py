@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.studies.classifiers import Training, whole_batches
-from dualform.studies.data import DIGITS, GARMENTS, Images, load_images
+from dualform.studies.data import DIGITS, GARMENTS, Images, check_count, load_images
 
 TASKS = ("digits", "garments")
 OUTPUTS = 10
@@ -116,11 +116,7 @@ def load_tasks(data: Path, setting: TwoTasksSetting) -> tuple[Tasks, Tasks]:
     loaded = [load_images(data, name) for name in ("mnist", "fashion-mnist")]
     train = [part.some(torch.arange(min(setting.images, len(part)))) for part, _ in loaded]
     for part, task in zip(train, TASKS, strict=True):
-        if len(part) < setting.training.batch:
-            raise ReadingError(
-                f"there are {len(part)} training images of {task}, fewer than the "
-                f"{setting.training.batch} of a batch; is --data right?"
-            )
+        check_count(part, task, setting.training.batch)
     tests = Tasks(*(test for _, test in loaded))
     missing = set(range(len(GROUPS))) - set(tests.groups.tolist())
     if missing:
