@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform.read import Run, open_run
+from dualform.studies.books import audited
 from dualform.studies.classifiers import train
 from dualform.studies.parts import Found
 from dualform.studies.two_tasks.attention import ImageQueries, attention
@@ -57,7 +58,7 @@ class TwoTasksMeasurement:
         run = open_run(path, self.device)
         seen = torch.cat([*islice(self.tasks.batches(training.batch, seed), steps)])
         visits = (seen < len(self.tasks.digits)).float().mean()
-        found = {**self._read(run, float(visits)), "audit": self._audit(run)}
+        found = {**self._read(run, float(visits)), "audit": audited(run)}
         shutil.rmtree(path)
         return found
 
@@ -74,7 +75,7 @@ class TwoTasksMeasurement:
         digits = self._queries(setting.queries, digits=True)
         found: Found = {
             "reads": {step: self._read(read, switch / step) for step, read in reads.items()},
-            "audit": self._audit(run),
+            "audit": audited(run),
             "path": self._path(run),
             "built": stage(start, before, self._model(before), digits, self._groups),
             "ends": {end: self._overwritten(before, after) for end, after in ends.items()},
@@ -107,10 +108,6 @@ class TwoTasksMeasurement:
             "visits": visits,
             "attention": attention(run, model, queries, explained, self._groups),
         }
-
-    def _audit(self, run: Run) -> dict[str, float]:
-        audit = run.audit()
-        return {"remainder": audit.remainder, "coverage": audit.coverage}
 
     def _path(self, run: Run) -> list[dict[str, Any]]:
         """Accuracy, and the mean output of test digits for their class, along the training."""

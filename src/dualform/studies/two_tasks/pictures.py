@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dualform.read.scores import Array
 from dualform.studies.data import DIGITS, GARMENTS
-from dualform.studies.drawing import pyplot
+from dualform.studies.drawing import FAINT, INK, clean, save_pictures
 from dualform.studies.report import Picture
 from dualform.studies.two_tasks.attention import NETWORK
 from dualform.studies.two_tasks.measure import FORGOTTEN
@@ -19,7 +19,6 @@ from dualform.studies.two_tasks.overwriting import SHOWN
 from dualform.studies.two_tasks.results import TwoTasksResults
 from dualform.studies.two_tasks.tasks import GROUPS, OUTPUTS, TASKS, Tasks
 
-INK, FAINT = "#222222", "#d9d9d9"
 COLORS = {"digits": "#1b6ca8", "garments": "#e07a1f"}
 SHADES = ("#9ecae1", "#4292c6", "#08519c", "#3a8f5c")
 """Of the layers, and of the whole network."""
@@ -64,21 +63,7 @@ def draw(results: TwoTasksResults, tasks: Tasks, tests: Tasks, out: Path) -> tup
                 examples,
             ),
         ]
-    plt = pyplot()
-    for file, _, make in drawn:
-        figure = make(plt)
-        figure.savefig(out / file, dpi=110, facecolor="white")
-        plt.close(figure)
-    return tuple(Picture(file, caption) for file, caption, _ in drawn)
-
-
-def _clean(axes: Any, title: str, x: str = "", y: str = "") -> None:
-    axes.set_title(title, loc="left", fontsize=10, color=INK)
-    axes.set_xlabel(x, fontsize=9, color=INK)
-    axes.set_ylabel(y, fontsize=9, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, color=FAINT, labelcolor=INK)
-    axes.set_axisbelow(True)
+    return save_pictures(drawn, out)
 
 
 def _attention(plt: Any, results: TwoTasksResults) -> Any:
@@ -106,7 +91,7 @@ def _attention(plt: Any, results: TwoTasksResults) -> Any:
                 axes.hlines(100 * share, at - 0.45, at + 0.45, INK, ":", lw=1.2, label=label)
             axes.set_xticks(range(len(visits)), [n.replace(", ", "\n") for n in results.reads])
             axes.set_ylim(0, 105)
-            _clean(axes, f"test {test}: {title}", y="to digits, %")
+            clean(axes, f"test {test}: {title}", y="to digits, %")
     handles = grid[1, 1].get_legend_handles_labels()
     figure.legend(*handles, frameon=False, fontsize=9, loc="outside lower center", ncols=5)
     return figure
@@ -133,7 +118,7 @@ def _classes(plt: Any, results: TwoTasksResults) -> Any:
         axes.set_yticks(range(len(NAMES)), NAMES)
         axes.axhline(OUTPUTS - 0.5, color=INK, linewidth=0.8)
         axes.axvline(OUTPUTS - 0.5, color=INK, linewidth=0.8)
-        _clean(axes, title, "test class", "training class" if axes is grid[0] else "")
+        clean(axes, title, "test class", "training class" if axes is grid[0] else "")
     _scale(figure, image, grid, "share of the attention, %")
     return figure
 
@@ -153,7 +138,7 @@ def _timeline(plt: Any, results: TwoTasksResults) -> Any:
     steps = [point["step"] for point in results.sequences[0]["path"]]
     measured = np.mean([[p["output"] for p in one["path"]] for one in results.sequences], 0)
     left.plot(steps, measured, "o", color=INK, markersize=4, label="the output, measured")
-    _clean(left, "What steps added, read at their phase's end", "step", "output for the true class")
+    clean(left, "What steps added, read at their phase's end", "step", "output for the true class")
     reads = np.stack([_of_last_layer(one, end) for one in results.sequences])
     color = SHADES[2]
     _band(
@@ -163,13 +148,13 @@ def _timeline(plt: Any, results: TwoTasksResults) -> Any:
         color,
         f"layer {results.layers[-1]}: weights before training, then steps",
     )
-    _clean(middle, f"The last layer, read at step {end:,}", "step", "")
+    clean(middle, f"The last layer, read at step {end:,}", "step", "")
     middle.sharey(left)
     for task in TASKS:
         found = np.array([[100 * p[task] for p in one["path"]] for one in results.sequences])
         _band(right, np.array(steps), found, COLORS[task], f"test {task}")
     right.set_ylim(0, 100)
-    _clean(right, "Test images that are right", "step", "%")
+    clean(right, "Test images that are right", "step", "%")
     for axes in (left, middle, right):
         axes.axvline(switch, color=INK, linewidth=0.8, linestyle=":")
         axes.grid(True, color=FAINT, linewidth=0.5, alpha=0.6)
@@ -222,7 +207,7 @@ def _forgotten(plt: Any, results: TwoTasksResults) -> Any:
     names = [f"{k} ({garment})" for k, garment in enumerate(GARMENTS)]
     left.set_yticks(range(OUTPUTS), names)
     _scale(figure, image, left, "change of the margin, mean")
-    _clean(left, "Margin against the output it is taken for", "training garments", "taken for")
+    clean(left, "Margin against the output it is taken for", "training garments", "taken for")
     layers = results.layers
     for at, layer in enumerate(layers):
         values = [one["layers"][layer] for one in found]
@@ -230,7 +215,7 @@ def _forgotten(plt: Any, results: TwoTasksResults) -> Any:
         right.plot([at] * len(values), values, "o", color=INK, markersize=3)
     right.axhline(0, color=INK, linewidth=0.8)
     right.set_xticks(range(len(layers)), [f"layer {layer}" for layer in layers])
-    _clean(right, f"Change of the margin by layer, until step {end:,}")
+    clean(right, f"Change of the margin by layer, until step {end:,}")
     return figure
 
 

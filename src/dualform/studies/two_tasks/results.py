@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from dualform.studies.books import books_table
 from dualform.studies.estimate import Estimate, estimate
 from dualform.studies.parts import Found
 from dualform.studies.report import Cell, NumberTable
@@ -19,8 +20,6 @@ from dualform.studies.two_tasks.tasks import OUTPUTS, TASKS, TwoTasksSetting
 
 SIDES = {"digits": slice(0, OUTPUTS), "garments": slice(OUTPUTS, 2 * OUTPUTS)}
 """Where the classes of each task are."""
-BOUND = 1e-5
-"""How large the remainder of a run may be, relative to the change of its weights."""
 
 
 def attended(part: Sequence[Sequence[float]], training: str, test: str) -> float:
@@ -85,7 +84,12 @@ class TwoTasksResults:
             *(self._signed(test) for test in TASKS),
             self._overwriting(),
             self._margins(),
-            self._audit(),
+            books_table(
+                {
+                    "together": [one["audit"] for one in self.together],
+                    "in sequence": [one["audit"] for one in self.sequences],
+                }
+            ),
         )
 
     def _accuracy(self) -> NumberTable:
@@ -186,16 +190,6 @@ class TwoTasksResults:
             f"is taken for, or the next best. Means over the first "
             f"{self.setting.explained_margins:,} digits of each kind.",
         )
-
-    def _audit(self) -> NumberTable:
-        rows = []
-        for name, found in (("together", self.together), ("in sequence", self.sequences)):
-            audits = [one["audit"] for one in found]
-            worst = max(audit["remainder"] for audit in audits)
-            kept = "yes" if worst <= BOUND else "no"
-            rows.append((name, worst, kept, 100 * min(audit["coverage"] for audit in audits)))
-        columns = ("runs", "largest remainder", f"at most {BOUND:.0e}", "coverage, %")
-        return NumberTable("do the books balance?", columns, tuple(rows))
 
 
 def entry(part: str, name: str) -> Callable[[dict[str, Any]], float]:
