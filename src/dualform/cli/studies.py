@@ -1,4 +1,4 @@
-"""Verbs about experiments: `study uea`, `fixed-point`, `two-tasks`."""
+"""Verbs about experiments: `study uea`, `fixed-point`, `two-tasks`, `language`."""
 
 from __future__ import annotations
 
@@ -113,4 +113,18 @@ def two_tasks(
 
     model = f"dualform.studies.two_tasks:{setting}_model"
     report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, model)
+    show_report(report, out, as_json)
+
+
+@study.command("language")
+@study_options("language")
+def language(
+    data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
+) -> None:
+    """Which training positions the predictions of three language models use."""
+    from dualform.studies.data import data_folder
+    from dualform.studies.language import SETTINGS, run_study
+
+    models = f"dualform.studies.language.explored:{setting}"
+    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, models)
     show_report(report, out, as_json)
