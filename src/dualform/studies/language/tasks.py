@@ -63,7 +63,7 @@ class LanguageTask:
         """The windows of each step, and whether the texts begin anew with them; without end.
 
         With a state to carry, each line of the batch reads its own part of the text in order.
-        Else whole batches of all windows, in a new order each epoch.
+        Else whole batches of the same windows, in a new order each epoch.
 
         >>> task = LanguageTask("fables", units=4, batch=2)
         >>> steps = task.batches(Windows(torch.arange(13), 3), seed=0)
@@ -76,7 +76,7 @@ class LanguageTask:
             yield from ((first + at, at == 0) for at in itertools.cycle(range(each)))
         generator = torch.Generator().manual_seed(seed)
         while True:
-            order = torch.randperm(len(windows), generator=generator)[: each * self.batch]
+            order = torch.randperm(each * self.batch, generator=generator)
             yield from ((ids, True) for ids in torch.split(order, self.batch))
 
 
@@ -114,16 +114,16 @@ SETTINGS = {
             ),
             "wikitext": LanguageTask(
                 "wikitext",
-                96,
+                64,
                 dropout=0.2,
                 unroll=25,
-                batch=16,
-                steps=300,
+                batch=8,
+                steps=400,
                 rate=3e-3,
                 decay=1e-7,
                 clip=0.3,
                 words=2000,
-                tokens=40_000,
+                tokens=25_000,
             ),
             "shakespeare": LanguageTask(
                 "shakespeare", 48, blocks=2, unroll=50, batch=8, steps=300, rate=3e-3, tokens=40_000
