@@ -30,7 +30,7 @@ from dualform.studies.language.asking import (
     network_questions,
     sensitivities,
 )
-from dualform.studies.language.evidence import Evidence, RowEvidence, Updates
+from dualform.studies.language.evidence import PlaceEvidence, RowEvidence, Updates
 from dualform.studies.language.explored import build_model
 from dualform.studies.language.matches import TrainingPlaces, itself
 from dualform.studies.language.measure import LanguageMeasurement
@@ -276,7 +276,7 @@ def test_matches_are_those_of_a_plain_loop() -> None:
     )
     places = TrainingPlaces(tokens, 50, prompts)
     values = torch.randn(60, 2, generator=draw).numpy().astype(float)
-    evidence = Evidence(values, Updates(np.arange(60), np.ones(60, dtype=int), 60))
+    evidence = PlaceEvidence(values, Updates(np.arange(60), np.ones(60, dtype=int), 60))
     for prompt in range(2):
         x, shared = prompts.x[prompt].tolist(), []
         for at in range(50):

@@ -45,11 +45,11 @@ class Updates:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class PlaceEvidence:
     """What the positions of a training text contribute to some prompts, update by update.
 
     >>> updates = Updates(np.array([1, 2, 1]), np.array([1, 1, 2]), tokens=4)
-    >>> evidence = Evidence(np.array([[0.5], [-1.0], [0.25]]), updates)
+    >>> evidence = PlaceEvidence(np.array([[0.5], [-1.0], [0.25]]), updates)
     >>> evidence.sums[:, 0].tolist(), evidence.largest(0, 2)[1]
     ([0.0, 0.75, -1.0, 0.0], Update(value=0.25, place=1, step=2))
     """
@@ -75,9 +75,9 @@ class Evidence:
             if own[at] > 0
         ]
 
-    def only(self, prompts: Sequence[int]) -> Evidence:
+    def only(self, prompts: Sequence[int]) -> PlaceEvidence:
         """The same for some of the prompts."""
-        return Evidence(self.values[:, list(prompts)], self.updates)
+        return PlaceEvidence(self.values[:, list(prompts)], self.updates)
 
 
 @dataclass(frozen=True)
@@ -132,22 +132,24 @@ class RowEvidence:
         self._updates = Updates(places, steps.repeat_interleave(length).numpy(), tokens)
         self._streams = {stream.name: stream for stream in run.info.layers}
 
-    def exact(self, reading: Reading) -> Evidence:
+    def exact(self, reading: Reading) -> PlaceEvidence:
         """The signed contributions to what a layer says."""
-        return Evidence(reading.sums(self._by_update), self._updates)
+        return PlaceEvidence(reading.sums(self._by_update), self._updates)
 
-    def keys(self, reading: Reading) -> Evidence:
+    def keys(self, reading: Reading) -> PlaceEvidence:
         """The published score of a layer, |x·q|."""
         inputs, stream = reading.queries.inputs, self._streams[reading.layer]
         similar = KeySimilarity((stream,), inputs, self._by_update, self._source.device)
         found = self._source.reader.reduce(similar, self._source.until)
-        return Evidence(found.cpu().numpy(), self._updates)
+        return PlaceEvidence(found.cpu().numpy(), self._updates)
 
-    def network(self, asked: Questions) -> tuple[Evidence, dict[str, Array]]:
+    def network(self, asked: Questions) -> tuple[PlaceEvidence, dict[str, Array]]:
         """The signed contributions through all layers, and the sum of each parameter's."""
         sums = asked.sums(self._by_update)
         total = asked.total(sums, self._by_update)
-        return Evidence(total, self._updates), {name: part.sum(0) for name, part in sums.items()}
+        return PlaceEvidence(total, self._updates), {
+            name: part.sum(0) for name, part in sums.items()
+        }
 
 
 WINDOWS = 10
@@ -158,7 +160,7 @@ WINDOWS = 10
 class ZoomedEvidence:
     """What a run that keeps summaries tells of some prompts, and the visits that were run again."""
 
-    evidence: Evidence
+    evidence: PlaceEvidence
     agreements: tuple[float, ...]
     """For each visit that was run again: the cosine of its rows with what the run has kept."""
     beyond: float
@@ -201,7 +203,7 @@ def zoomed_evidence(
     at, when = np.array([*rows]).T
     sizes = [float(np.abs(part).sum()) for part in (found.beyond, found.values)]
     return ZoomedEvidence(
-        Evidence(np.array([*rows.values()]), Updates(at, when, tokens)),
+        PlaceEvidence(np.array([*rows.values()]), Updates(at, when, tokens)),
         tuple(visit.agreement.cosine for visit in zoomed),
         sizes[0] / max(sizes[1], 1e-30),
     )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.read.scores import Array
-from dualform.studies.language.evidence import Evidence
+from dualform.studies.language.evidence import PlaceEvidence
 from dualform.studies.language.prompts import Prompts
 
 FIRST = 10
@@ -89,7 +89,9 @@ class TrainingPlaces:
         }
 
 
-def measured(evidence: Evidence, places: TrainingPlaces, prompts: Sequence[int]) -> dict[str, Any]:
+def measured(
+    evidence: PlaceEvidence, places: TrainingPlaces, prompts: Sequence[int]
+) -> dict[str, Any]:
     """What the first places of some prompts have, on average over the prompts."""
     summed = [
         places.found(places.first(evidence.sums[:, prompt], prompt), prompt) for prompt in prompts
@@ -105,7 +107,9 @@ def measured(evidence: Evidence, places: TrainingPlaces, prompts: Sequence[int])
     return {"summed": mean_of(summed), "single": mean_of(single)}
 
 
-def itself(evidence: Evidence, places: TrainingPlaces, prompts: Sequence[int]) -> dict[str, float]:
+def itself(
+    evidence: PlaceEvidence, places: TrainingPlaces, prompts: Sequence[int]
+) -> dict[str, float]:
     """How often training prompts find their own place first, or among the first ones."""
     ranks = []
     for prompt in prompts:
@@ -119,7 +123,7 @@ def itself(evidence: Evidence, places: TrainingPlaces, prompts: Sequence[int]) -
 
 
 def overlap(
-    kinds: tuple[Evidence, Evidence], places: TrainingPlaces, prompts: Sequence[int]
+    kinds: tuple[PlaceEvidence, PlaceEvidence], places: TrainingPlaces, prompts: Sequence[int]
 ) -> float:
     """Which share of the first places two kinds of evidence have in common, on average."""
     both = [

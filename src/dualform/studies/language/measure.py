@@ -22,7 +22,7 @@ from dualform.recording.keep import Keep
 from dualform.studies.books import audited
 from dualform.studies.language.asking import explained, last_readings, network_questions
 from dualform.studies.language.evidence import (
-    Evidence,
+    PlaceEvidence,
     RowEvidence,
     ZoomedEvidence,
     zoomed_evidence,
@@ -134,7 +134,7 @@ class LanguageMeasurement:
         steps = itertools.islice(self.task.batches(self.data.windows, seed), self.task.steps)
         seen = [ids for ids, _ in steps]
         rows = RowEvidence(run, seen, self.task.unroll, len(self.data.train))
-        readings, kept, common = last_readings(run, model, prompts), dict[str, Evidence](), {}
+        readings, kept, common = last_readings(run, model, prompts), dict[str, PlaceEvidence](), {}
         for layer, reading in readings.items():
             kept = {KEYS: rows.keys(reading), EXACT: rows.exact(reading)}
             for how, evidence in kept.items():
@@ -165,7 +165,7 @@ class LanguageMeasurement:
             found["summaries"] = self._again(seed, network, some)
         return found
 
-    def _read_network(self, network: Evidence, some: Prompts) -> Found:
+    def _read_network(self, network: PlaceEvidence, some: Prompts) -> Found:
         """What the evidence through the whole network has, and what is due to chance."""
         places, kinds = self._places(some), {kind: some.of_kind(kind) for kind in KINDS}
         chance = {
@@ -175,7 +175,7 @@ class LanguageMeasurement:
         return {"measures": measures, "chance": chance}
 
     def _measured(
-        self, evidence: Evidence, places: TrainingPlaces, kinds: Mapping[str, Sequence[int]]
+        self, evidence: PlaceEvidence, places: TrainingPlaces, kinds: Mapping[str, Sequence[int]]
     ) -> dict[str, Any]:
         right = [at for at in kinds["training"] if bool(places.prompts.right[at])]
         found = {kind: measured(evidence, places, at) for kind, at in kinds.items()}
@@ -208,7 +208,7 @@ class LanguageMeasurement:
             "zoomed": {"agreeing": zoomed.agreeing, "beyond": zoomed.beyond},
         }
 
-    def _again(self, seed: int, exact: Evidence, some: Prompts) -> dict[str, Any]:
+    def _again(self, seed: int, exact: PlaceEvidence, some: Prompts) -> dict[str, Any]:
         """The same training recorded as summaries: what is left of the evidence, at what size."""
         path = self.out / f"scratch-{self.name}-summaries"
         model = self._train(seed, path, SUMMARIES)
@@ -230,7 +230,7 @@ class LanguageMeasurement:
         shutil.rmtree(path)
         return found
 
-    def _examples(self, some: Prompts, ways: Mapping[str, Evidence]) -> list[dict[str, Any]]:
+    def _examples(self, some: Prompts, ways: Mapping[str, PlaceEvidence]) -> list[dict[str, Any]]:
         """For a few prompts the positions that support them most, by each way of asking."""
         places = self._places(some)
         shown = [at for kind in KINDS for at in some.of_kind(kind)[:SHOWN]]
@@ -280,7 +280,7 @@ def _attributed(run: Run) -> dict[str, float]:
     }
 
 
-def _account(evidence: Evidence, check: Check, places: TrainingPlaces) -> dict[str, float]:
+def _account(evidence: PlaceEvidence, check: Check, places: TrainingPlaces) -> dict[str, float]:
     """What the logit is made of on average; positions by whether what is foretold follows them."""
     same = [
         evidence.sums[: places.count, at][places.same_next(at)].sum()

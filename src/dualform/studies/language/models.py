@@ -42,10 +42,10 @@ class RecurrentLanguageModel(nn.Module):
         return zeros, zeros.clone()
 
 
-class Block(nn.Module):
+class CausalBlock(nn.Module):
     """Causal attention and a feed-forward network, each behind a norm and around it a shortcut.
 
-    >>> Block(width=8, heads=2)(torch.zeros(1, 5, 8)).shape
+    >>> CausalBlock(width=8, heads=2)(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 8])
     """
 
@@ -78,7 +78,7 @@ class TransformerLanguageModel(nn.Module):
     def __init__(self, words: int, length: int, width: int, heads: int, blocks: int) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(CausalBlock(width, heads) for _ in range(blocks)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
 
     def forward(self, x: Tensor) -> Tensor:
