@@ -39,6 +39,8 @@ class LanguageTask:
     rate: float = 1e-3
     decay: float = 0.0
     """Coupled L2."""
+    eps: float = 1e-8
+    """What Adam adds to the size of gradients; small ones are magnified, and so is rounding."""
     clip: float = 1.0
     words: int | None = None
     """How many words the vocabulary has at most; by default all. Characters are never left out."""
@@ -126,7 +128,15 @@ SETTINGS = {
                 tokens=25_000,
             ),
             "shakespeare": LanguageTask(
-                "shakespeare", 48, blocks=2, unroll=50, batch=8, steps=300, rate=3e-3, tokens=40_000
+                "shakespeare",
+                48,
+                blocks=2,
+                unroll=50,
+                batch=8,
+                steps=300,
+                rate=3e-3,
+                eps=1e-6,
+                tokens=40_000,
             ),
         },
         prompts=10,
@@ -152,7 +162,7 @@ SETTINGS = {
                 checkpoint=200,
             ),
             "shakespeare": LanguageTask(
-                "shakespeare", 128, blocks=4, keep=SUMMARIES, checkpoint=100
+                "shakespeare", 128, blocks=4, eps=1e-6, keep=SUMMARIES, checkpoint=100
             ),
         },
         prompts=20,

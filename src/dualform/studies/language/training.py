@@ -26,7 +26,9 @@ def train_language_model(
     """Trains for the steps of a task, and records them at a path; the samples are windows."""
     torch.manual_seed(seed)
     model = task.make_model(data.words).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=task.rate, weight_decay=task.decay)
+    optimizer = torch.optim.Adam(
+        model.parameters(), lr=task.rate, eps=task.eps, weight_decay=task.decay
+    )
     state = None
     with record(model, optimizer, path, keep=keep, overwrite=True) as recorder:
         described = range(len(data.windows))
