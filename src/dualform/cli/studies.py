@@ -121,7 +121,7 @@ def two_tasks(
 def language(
     data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
 ) -> None:
-    """Which training positions the predictions of three language models use."""
+    """Which training positions language models use."""
     from dualform.studies.data import data_folder
     from dualform.studies.language import SETTINGS, run_study
 
