@@ -107,7 +107,7 @@ def fixed_point(out: Path, size: int, steps: int, seeds: int, device: str, as_js
 def two_tasks(
     data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
 ) -> None:
-    """Digits and garments, together and in sequence: where attention goes, what is forgotten."""
+    """Where attention goes, and what a later task overwrites."""
     from dualform.studies.data import data_folder
     from dualform.studies.two_tasks import SETTINGS, run_study
 
