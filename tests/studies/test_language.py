@@ -487,14 +487,26 @@ def test_texts_that_are_too_short_are_refused(data: Path, tmp_path: Path) -> Non
         load_shakespeare(tmp_path)
 
 
-def test_prompts_without_a_known_word_are_refused(small: LanguageData) -> None:
-    silent = LSTM.make_model(small.words)
-    nn.init.zeros_(silent.get_parameter("head.weight"))
-    nn.init.zeros_(silent.get_parameter("head.bias"))
+def test_unknown_words_are_not_foretold(small: LanguageData) -> None:
+    model = LSTM.make_model(small.words)
+    nn.init.zeros_(model.get_parameter("head.weight"))
+    with torch.no_grad():
+        model.get_parameter("head.bias").copy_(torch.arange(small.words).flip(0))
     words = Corpus(small.train.tokens, ("<unk>", *small.train.vocabulary[1:]))
-    unknown = LanguageData(words, small.test, small.windows)
-    with pytest.raises(ReadingError, match="known word after 0, and 2 are asked for; train longer"):
-        draw_prompts(silent, unknown, LSTM, 2, 6, 0, "cpu")
+    for corpus, best in ((words, 1), (small.train, 0)):
+        data = LanguageData(corpus, small.test, small.windows)
+        prompts = draw_prompts(model, data, LSTM, 3, 6, 0, "cpu")
+        assert prompts.foretold.tolist() == [best] * 6
+    assert (prompts.places[:3] == -1).all()
+    for at in range(3, 6):
+        last = int(prompts.places[at])
+        assert torch.equal(small.train.tokens[last - 5 : last + 1], prompts.x[at])
+        assert int(small.train.tokens[last + 1]) == int(prompts.following[at])
+    short = LanguageData(small.train, small.train, small.windows)
+    with pytest.raises(
+        ReadingError, match="'fables' has 194 places for prompts of 6 tokens, and 9"
+    ):
+        draw_prompts(model, short, LSTM, 999, 6, 0, "cpu")
 
 
 def test_a_passage_is_no_markup() -> None:

@@ -99,16 +99,18 @@ def _network(results: LanguageResults, model: str) -> str:
 
 
 def _itself(results: LanguageResults, model: str) -> str:
-    own = [one["measures"][f"{EXACT} {NETWORK}"]["itself"] for one in results.models[model]]
-    asked = sum(int(one["of"]) for one in own)
-    if not asked:
-        return f"{model}: no training prompt was foretold right."
-    first, ten = (
-        round(sum(one[name] * one["of"] for one in own)) for name in ("first", "among the first")
-    )
+    asked = {f"{EXACT} {NETWORK}": "through the whole network"}
+    if layers := results.layers(model):
+        asked = {f"{EXACT} {layers[-1]}": "in the output layer"} | asked
+    parts = []
+    for measure, where in asked.items():
+        own = [one["measures"][measure]["itself"] for one in results.models[model]]
+        count = sum(int(one["of"]) for one in own)
+        found = round(sum(one["among the first"] * one["of"] for one in own))
+        parts.append(f"{found} of {count} {where}")
     return (
-        f"{model}: of {asked} training prompts that were foretold right, {first} have their own "
-        f"position first through the whole network, and {ten} among the first ten."
+        f"{model}: training prompts that were foretold right have their own position among the "
+        f"first ten of exact contributions as follows: {', '.join(parts)}."
     )
 
 

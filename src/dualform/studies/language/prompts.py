@@ -12,8 +12,6 @@ from dualform.studies.language.tasks import LanguageData, LanguageTask
 from dualform.studies.texts import UNKNOWN
 
 KINDS = ("test", "training")
-TRIED = 8
-"""How many prompts are drawn for each that is wanted: some foretell what has no name."""
 
 
 @dataclass(frozen=True)
@@ -67,26 +65,25 @@ def draw_prompts(
 ) -> Prompts:
     """So many test prompts, then as many training prompts, from places drawn at random.
 
-    A training prompt ends where the model was trained. Where the model foretells an unknown word,
-    there is nothing to ask about.
+    A training prompt ends where the model was trained. What is foretold is a word that has a name:
+    the unknown ones are many, and say nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     trained = task.batch * (len(data.windows) // task.batch) * task.unroll
+    unnamed = [at for at, word in enumerate(data.train.vocabulary) if word == UNKNOWN]
     found: list[Prompts] = []
     for corpus, stop in ((data.test, len(data.test) - 1), (data.train, trained)):
-        last = torch.randperm(stop - context + 1, generator=generator)[: TRIED * each] + context - 1
+        last = torch.randperm(stop - context + 1, generator=generator)[:each] + context - 1
+        if len(last) < each:
+            raise ReadingError(
+                f"the text '{task.text}' has {len(last)} places for prompts of {context} tokens, "
+                f"and {each} are asked for; is --data right?"
+            )
         x = torch.stack([corpus.tokens[at - context + 1 : at + 1] for at in last.tolist()])
         with torch.no_grad():
-            foretold = model(x.to(device))[:, -1].argmax(1).cpu()
+            logits = model(x.to(device))[:, -1].cpu()
+        logits[:, unnamed] = -torch.inf
         places = last if corpus is data.train else torch.full_like(last, -1)
-        named = [data.train.vocabulary[token] != UNKNOWN for token in foretold.tolist()]
-        kept = torch.nonzero(torch.tensor(named)).flatten()[:each]
-        if len(kept) < each:
-            raise ReadingError(
-                f"of {len(x)} prompts from '{task.text}', the model foretells a known word after "
-                f"{len(kept)}, and {each} are asked for; train longer, or ask for fewer prompts."
-            )
-        parts = (x, foretold, corpus.tokens[last + 1], places)
-        found.append(Prompts(*(part[kept] for part in parts)))
+        found.append(Prompts(x, logits.argmax(1), corpus.tokens[last + 1], places))
     names = ("x", "foretold", "following", "places")
     return Prompts(*(torch.cat([getattr(part, name) for part in found]) for name in names))

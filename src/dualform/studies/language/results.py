@@ -134,9 +134,10 @@ class LanguageResults:
             for what in ("same next", "shared")
         ]
 
-    def _itself(self, model: str, measure: str) -> Estimate:
+    def _itself(self, model: str, measure: str) -> Estimate | None:
         own = (one["measures"][measure]["itself"] for one in self.models[model])
-        return estimate((one["among the first"] for one in own if one["of"]), 100)
+        found = [one["among the first"] for one in own if one["of"]]
+        return estimate(found, 100) if found else None
 
     def _single(self, model: str) -> NumberTable:
         """The first updates: one visit of one position each."""
