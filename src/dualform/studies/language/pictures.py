@@ -72,8 +72,7 @@ def _matches(axes: Any, results: LanguageResults, model: str, what: str) -> None
     scale = 100 if what == "same next" else 1
     chance = results.mean(model, "chance", "test", what, scale=scale)
     axes.axhline(chance.mean, color=INK, linestyle=":", linewidth=1, label="any position")
-    if what == "same next":
-        axes.set_ylim(0, 105)
+    axes.set_ylim(0, 105 if what == "same next" else None)
 
 
 def _bars(axes: Any, at: Any, found: Sequence[Estimate], color: str, label: str) -> None:
