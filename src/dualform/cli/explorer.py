@@ -47,7 +47,7 @@ def queries(command: Any) -> Any:
             "--input",
             "inputs",
             type=click.Path(path_type=Path),
-            help="Queries for --model: .npy, or .npz with x and, if known, labels and titles.",
+            help="Queries for --model: .npy, or .npz with x; labels, titles and texts if known.",
         ),
         click.option(
             "--encode", help="package.module:function from a preview to the model's input."

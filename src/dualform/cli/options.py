@@ -17,6 +17,7 @@ from torch import nn
 
 from dualform.errors import ModelMismatchError, ReadingError
 from dualform.explore import Exhibit, Query
+from dualform.ledger.samples import Preview
 from dualform.read import Run
 from dualform.read.ask import Answer
 
@@ -57,12 +58,16 @@ def make_exhibit(run: Run, model: str | None, inputs: Path | None, encode: str |
     numbered = np.array([f"{inputs.stem} {at}" for at in range(count)])
     titles = arrays.get("titles", numbered).tolist()
     labels = arrays["labels"].tolist() if "labels" in arrays else [None] * count
-    if not len(titles) == len(labels) == count:
+    texts = arrays["texts"].tolist() if "texts" in arrays else [None] * count
+    if not len(titles) == len(labels) == len(texts) == count:
         raise ReadingError(
-            f"--input {inputs}: {count} queries, {len(labels)} labels and {len(titles)} titles; "
-            "give one each."
+            f"--input {inputs}: {count} queries, {len(labels)} labels, {len(titles)} titles and "
+            f"{len(texts)} texts; give one each."
         )
-    queries = [Query(str(title), label) for title, label in zip(titles, labels, strict=True)]
+    queries = [
+        Query(str(title), label, None if text is None else Preview("text", str(text)))
+        for title, label, text in zip(titles, labels, texts, strict=True)
+    ]
     return Exhibit(run, built, _tensor(arrays, built), queries, encoder)
 
 

@@ -1,4 +1,4 @@
-"""Verbs about experiments: `study uea`, `fixed-point`, `mnist`, `two-tasks`, `controls`."""
+"""Verbs about experiments: one for each study, `dualform study NAME`."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def mnist(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Do the training images that a test image attends to have its class?"""
+    """Do images that a test image attends to have its class?"""
     from dualform.studies.data import data_folder
     from dualform.studies.mnist import SETTINGS, run_study
 
@@ -165,4 +165,18 @@ def controls(
 
     model = f"dualform.studies.controls:{setting}_model"
     report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, model, workers)
+    show_report(report, out, as_json)
+
+
+@study.command("language")
+@study_options("language")
+def language(
+    data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
+) -> None:
+    """Which training positions language models use."""
+    from dualform.studies.data import data_folder
+    from dualform.studies.language import SETTINGS, run_study
+
+    models = f"dualform.studies.language.explored:{setting}"
+    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, models)
     show_report(report, out, as_json)

@@ -16,7 +16,41 @@ from dualform.evaluate.work_folder import write_whole
 from dualform.read.display import Displayed, columns, framed
 from dualform.studies.estimate import Estimate
 
-Cell: TypeAlias = str | int | float | Estimate | None
+
+@dataclass(frozen=True)
+class Passage:
+    """A place in a text: what stands before it, what stands there, and what follows.
+
+    >>> print(Passage("a Wolf\\nand a Lam", "b", " met"))
+    a Wolf⏎and a Lam⟦b⟧ met
+    """
+
+    before: str
+    marked: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{_on_one_line(self.before)}{self._mark}{_on_one_line(self.after)}"
+
+    def rich(self) -> Text:
+        """For a terminal, highlighted."""
+        found = Text(_on_one_line(self.before))
+        return found.append(self._mark, style="reverse").append(_on_one_line(self.after))
+
+    def markdown(self) -> str:
+        """For a page: what stands in a text is no markup."""
+        return f"`{self}`".replace("|", "\\|")
+
+    @property
+    def _mark(self) -> str:
+        return f"⟦{_on_one_line(self.marked)}⟧"
+
+
+def _on_one_line(text: str) -> str:
+    return text.replace("\n", "⏎").replace("`", "´")
+
+
+Cell: TypeAlias = str | int | float | Estimate | Passage | None
 """What stands in a table; None where nothing was measured."""
 
 
@@ -44,17 +78,20 @@ class NumberTable:
         words = {
             name
             for at, name in enumerate(self.columns)
-            if any(isinstance(row[at], str) for row in self.rows)
+            if any(isinstance(row[at], str | Passage) for row in self.rows)
         }
         table = columns(self.columns, words)
         for row in self.rows:
-            table.add_row(*map(shown, row))
+            cells = (c.rich() if isinstance(c, Passage) else Text(shown(c)) for c in row)
+            table.add_row(*cells)
         return framed(self.title, table, self.note)
 
     def markdown(self) -> str:
         """For a page."""
         lines = [f"| {' | '.join(self.columns)} |", "|" + "---|" * len(self.columns)]
-        lines += [f"| {' | '.join(map(shown, row))} |" for row in self.rows]
+        for row in self.rows:
+            cells = (c.markdown() if isinstance(c, Passage) else shown(c) for c in row)
+            lines.append(f"| {' | '.join(cells)} |")
         note = f"\n\n{self.note}" if self.note else ""
         return f"**{self.title}**\n\n" + "\n".join(lines) + note
 
@@ -160,7 +197,7 @@ def shown(cell: Cell) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Estimate | NumberTable | Picture):
+    if isinstance(value, Estimate | NumberTable | Passage | Picture):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
         return {str(name): _plain(one) for name, one in value.items()}
@@ -173,5 +210,7 @@ def _cell(value: Any) -> Cell:
     if not isinstance(value, dict):
         found: Cell = value
         return found
+    if "marked" in value:
+        return Passage(**value)
     mean, interval = (math.nan if value[n] is None else value[n] for n in ("mean", "interval"))
     return Estimate(mean, interval, value["count"])
