@@ -44,6 +44,18 @@ class LayerComparison:
         return {layer: one for layer, one in found.items() if one is not None}
 
 
+def precisely(found: Estimate) -> str:
+    """An estimate with two digits of its interval: enough to see whether it leaves zero out.
+
+    >>> precisely(Estimate(-1.24, 1.13, 10)), precisely(Estimate(1.0, 0.0, 2))
+    ('-1.2 ± 1.1', '1 ± 0')
+    """
+    if math.isnan(found.interval) or found.interval == 0:
+        return str(found)
+    digits = max(0, 1 - math.floor(math.log10(found.interval)))
+    return f"{found.mean:.{digits}f} ± {found.interval:.{digits}f}"
+
+
 def clear_differences(comparisons: Sequence[LayerComparison]) -> str:
     """Which differences to softmax have intervals that leave zero out, as a sentence.
 
@@ -57,7 +69,9 @@ def clear_differences(comparisons: Sequence[LayerComparison]) -> str:
     if not found:
         return "Softmax was not trained, so that no layer has anything to be compared with."
     clear = [
-        f"{layer} on {name}, {one}" for name, layer, one in found if abs(one.mean) > one.interval
+        f"{layer} on {name}, {precisely(one)}"
+        for name, layer, one in found
+        if abs(one.mean) > one.interval
     ]
     plural = "s" if len(found) > 1 else ""
     counted = f"Of {len(found)} difference{plural} to softmax"
@@ -100,7 +114,7 @@ def draw_differences(
     means = [one.mean for one in found.values()]
     errors = [0.0 if math.isnan(one.interval) else one.interval for one in found.values()]
     axes.axvline(0, color=INK, linewidth=0.8)
-    axes.errorbar(means, rows, xerr=errors, fmt="o", color=color, markersize=5, label=label)
+    axes.errorbar(means, rows, xerr=errors, fmt="o", color=color, markersize=5, label=label or None)
     axes.set_yticks(range(len(found)), list(found))
     axes.set_ylim(len(found) - 0.5, -0.5)
 

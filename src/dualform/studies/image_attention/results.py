@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from dualform.studies.comparison import (
+    INK,
     LayerComparison,
     clear_differences,
     cost_sentence,
     draw_differences,
+    precisely,
     tidy,
 )
 from dualform.studies.drawing import pyplot
@@ -96,7 +98,10 @@ class ImageResults:
             clear = "" if abs(found.mean) > found.interval else ", which may be nothing"
             word = "farther apart" if found.mean > 0 else "closer together"
             size = Estimate(abs(found.mean), found.interval, found.count)
-            yield f"Heads of {layer} are {word} than those of softmax, by {size} % of √2{clear}."
+            yield (
+                f"Heads of {layer} are {word} than those of softmax, by {precisely(size)} % of "
+                f"√2{clear}."
+            )
 
 
 def draw(results: ImageResults, out: Path) -> tuple[Picture, ...]:
@@ -107,17 +112,17 @@ def draw(results: ImageResults, out: Path) -> tuple[Picture, ...]:
     figure, (left, middle, right) = plt.subplots(
         1, 3, figsize=(12, 3.4), layout="constrained", sharey=True
     )
-    draw_differences(left, results.comparison, COLORS["time"], "")
+    draw_differences(left, results.comparison, INK, "")
     tidy(left, "Accuracy", "difference to softmax, points")
-    draw_differences(middle, results.distances, COLORS["time"], "")
+    draw_differences(middle, results.distances, INK, "")
     tidy(middle, "Distance of heads", "difference to softmax, % of √2")
     layers = [layer for layer in results.costs if layer != REFERENCE]
     for cost, color in COLORS.items():
         own = {layer: np.mean(results.costs[layer][cost]) for layer in results.costs}
         ratios = [own[layer] / own[REFERENCE] for layer in layers]
         right.plot(ratios, range(len(layers)), "o", color=color, label=NAMES[cost])
-    right.axvline(1, color="#222222", linewidth=0.8)
-    right.legend(frameon=False, fontsize=8)
+    right.axvline(1, color=INK, linewidth=0.8)
+    figure.legend(frameon=False, fontsize=8, loc="outside lower right", ncols=3)
     tidy(right, "Costs", "as multiples of softmax's")
     figure.savefig(out / "layers.png", dpi=110, facecolor="white")
     plt.close(figure)

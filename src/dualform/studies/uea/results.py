@@ -12,6 +12,7 @@ from dualform.studies.comparison import (
     clear_differences,
     cost_sentence,
     draw_differences,
+    precisely,
     tidy,
 )
 from dualform.studies.drawing import pyplot
@@ -127,7 +128,8 @@ class UeaResults:
             lost = estimate((_gained_by_the_last_epoch(one) for one in seeds), 100)
             yield (
                 f"{name}: a fifth of TRAIN chooses epochs {chosen[0]} to {chosen[-1]}; the last "
-                f"epoch of the same trainings is better on TEST by {lost} points, mean over layers."
+                f"epoch of the same trainings is better on TEST by {precisely(lost)} points, mean "
+                "over layers."
             )
 
     def _heads(self) -> Iterator[str]:
