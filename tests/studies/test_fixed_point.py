@@ -42,7 +42,7 @@ from dualform.studies.fixed_point.dynamics import (
     transport,
     whiten,
 )
-from dualform.studies.fixed_point.normality import energy_distance, measure, null_energy
+from dualform.studies.fixed_point.normality import energy_distance, measure, null_range
 from dualform.studies.fixed_point.stability import escape, line_factor, simplex
 from dualform.studies.fixed_point.starts import STARTS
 from dualform.studies.report import Report, read_tables
@@ -142,13 +142,17 @@ def test_clusters_lie_a_hundredth_of_the_size_apart(gap: float, clusters: int) -
 
 
 def test_normality_tells_gaussians_from_others() -> None:
-    limit = null_energy(1000, 4)
+    null = null_range(1000, 4)
+    limit = null.energy
     generator = torch.Generator().manual_seed(0)
     found = {name: measure(start(1000, 4, generator)) for name, start in STARTS.items()}
     assert found["gaussian"].energy < 2 * limit
     assert all(found[name].energy > 2 * limit for name in ("uniform", "student", "mixture"))
     assert found["uniform"].kurtosis == pytest.approx(-1.2, abs=0.1)
     assert found["student"].kurtosis > 1
+    sphere = torch.randn(1000, 4, generator=generator)
+    sphere = measure(sphere / sphere.norm(dim=1, keepdim=True))
+    assert sphere.radius < null.low < found["gaussian"].radius < null.high < found["student"].radius
     point = measure(torch.ones(50, 3))
     assert point.clusters == 1
     assert math.isnan(point.energy)
@@ -242,7 +246,27 @@ def test_three_clusters_need_a_heavy_one_between() -> None:
     assert line_factor(thin, places, 2.0) < 1 < line_factor(equal, places, 2.0)
 
 
-TINY = FixedPointSetting(64, 12, 12, seeds=2, lifetimes=(64,))
+@pytest.mark.parametrize("count", [4, 5, 6])
+def test_equal_clusters_merge_to_two(count: int) -> None:
+    x = torch.linspace(-1, 1, count).double()[:, None]
+    *_, last = transport(standardize(x), torch.full((count,), 1 / count).double(), 2.0, 1500)
+    assert len({round(place, 6) for place in last.flatten().tolist()}) == 2
+
+
+@pytest.mark.parametrize("T", [1.5, 3.0, 8.0])
+def test_no_two_clusters_hold_where_values_are_reversed(T: float) -> None:
+    """Half of a cluster leaves the other half by (1 − u/cosh² u)/(1 − tanh u), u = 1/T, a step."""
+    u, gap = 1 / T, 1e-6
+    x = torch.tensor([-1.0, -1.0 + gap, 1.0 - gap, 1.0]).double()[:, None]
+    mass = torch.full((4,), 0.25).double()
+    _, after = transport(standardize(x), mass, T, 1, REPEL)
+    factor = float(after[1] - after[0]) / gap
+    expected = (1 - u / math.cosh(u) ** 2) / (1 - math.tanh(u))
+    assert abs(factor) == pytest.approx(expected, rel=1e-4)
+    assert expected > 1
+
+
+TINY = FixedPointSetting(64, 12, 12, seeds=2, sizes=(64,))
 
 
 @pytest.fixture(scope="module")

@@ -127,9 +127,9 @@ def _tokens(plt: Any, results: FixedPointResults) -> Any:
             for cell in cells:
                 _band(axes, cell, COLORS[cell.start])
             if cells:
-                axes.axhline(results.null, color=INK, linewidth=0.8, linestyle=":")
+                axes.axhline(results.null.energy, color=INK, linewidth=0.8, linestyle=":")
                 axes.set_yscale("log")
-                axes.set_ylim(results.null / 4, 1)
+                axes.set_ylim(results.null.energy / 4, 1)
                 tidy(axes, f"{name},\n{sign}", "step", "")
     grid[0, 0].set_ylabel("energy distance from a normal", fontsize=9)
     grid[1, 1].set_ylabel("energy distance from a normal", fontsize=9)
@@ -140,10 +140,11 @@ def _tokens(plt: Any, results: FixedPointResults) -> Any:
 
 
 def _lifetimes(axes: Any, results: FixedPointResults) -> None:
-    sizes = [int(size) for size in results.lifetimes[0]]
-    for one in results.lifetimes:
-        axes.plot(sizes, list(one.values()), "o", color=COLORS["gaussian"], alpha=0.4)
-    means = [sum(o[str(n)] for o in results.lifetimes) / len(results.lifetimes) for n in sizes]
+    sizes = [int(size) for size in results.sizes[0]]
+    steps = [[one[str(size)]["steps"] for size in sizes] for one in results.sizes]
+    for one in steps:
+        axes.plot(sizes, one, "o", color=COLORS["gaussian"], alpha=0.4)
+    means = [sum(each) / len(each) for each in zip(*steps, strict=True)]
     axes.plot(sizes, means, color=COLORS["gaussian"], linewidth=1.6)
     axes.set_xscale("log")
     axes.minorticks_off()

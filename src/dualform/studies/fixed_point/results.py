@@ -10,13 +10,15 @@ from functools import cached_property
 from dualform.studies.estimate import Estimate, estimate
 from dualform.studies.fixed_point.continuum import ATTRACTS_FROM, Growth, Path
 from dualform.studies.fixed_point.dynamics import ATTRACT, CONTRACTIONS, FAR, REPEL, STILL
-from dualform.studies.fixed_point.normality import Normality
+from dualform.studies.fixed_point.normality import Normality, Null
 from dualform.studies.parts import Found
 from dualform.studies.report import Cell, NumberTable
 
 FEW = 40
 VISIBLE = 0.01
-DIGITS = {"kurtosis": 4, "energy": 6, "spread": 4}
+KEPT = ("steps", "radius")
+"""What is kept of Gaussian samples, by their size."""
+DIGITS = {"kurtosis": 4, "energy": 6, "spread": 4, "radius": 4}
 SIGNS = {ATTRACT: "values x", REPEL: "values −x"}
 
 
@@ -88,10 +90,10 @@ class FixedPointResults:
     temperature: float
     line: Found
     stability: Found
-    null: float
-    """95 % of Gaussian samples of this size have a smaller energy distance."""
+    null: Null
+    """Where Gaussian samples of this size lie."""
     clouds: Mapping[str, Sequence[Found]]
-    lifetimes: Sequence[Found]
+    sizes: Sequence[Found]
 
     @cached_property
     def growths(self) -> list[Growth]:
@@ -115,8 +117,10 @@ class FixedPointResults:
 
     def is_gaussian(self, cell: Cloud) -> bool:
         """Whether a cloud is as near to a Gaussian as samples of one are."""
-        energy = cell.last("energy")
-        return cell.fates == "stays spread" and energy is not None and energy.mean <= self.null
+        energy, radius = cell.last("energy"), cell.last("radius")
+        if cell.fates != "stays spread" or energy is None or radius is None:
+            return False
+        return energy.mean <= self.null.energy and self.null.low <= radius.mean <= self.null.high
 
     def tables(self) -> tuple[NumberTable, ...]:
         """All of them."""
@@ -124,7 +128,7 @@ class FixedPointResults:
             self._growth_table(),
             self._path_table(),
             *(self._cloud_table(sign) for sign in SIGNS.values()),
-            self._lifetime_table(),
+            self._size_table(),
             self._sphere_table(),
             self._masses_table(),
         )
@@ -184,7 +188,7 @@ class FixedPointResults:
         rows: list[tuple[Cell, ...]] = []
         for cell in (one for one in self.cells if one.sign == sign):
             point = cell.fates == "1 point"
-            shape = (None if point else cell.last(n) for n in ("kurtosis", "energy", "spread"))
+            shape = (None if point else cell.last(name) for name in DIGITS)
             gaussian = "yes" if self.is_gaussian(cell) else "no"
             rows.append((cell.contraction, cell.start, cell.fates, *shape, gaussian))
         return NumberTable(
@@ -196,23 +200,25 @@ class FixedPointResults:
                 "kurtosis",
                 "energy distance",
                 "spread",
+                "radius",
                 "Gaussian",
             ),
             tuple(rows),
-            "Gaussian: stays spread, and the energy distance is at most "
-            f"{self.null:.1e}, below which 95 % of Gaussian samples are. Spread: 1 round, "
-            f"{1 / self.width:.2g} a line. The coordinates of a uniform distribution on the sphere "
-            f"have a kurtosis of {-6 / (self.width + 2):.2f}.",
+            f"Gaussian: stays spread, the energy distance is at most {self.null.energy:.1e}, and "
+            f"the radius is {self.null.low:.2f} to {self.null.high:.2f}, as of 95 % of Gaussian "
+            f"samples of this size. Spread: 1 round, {1 / self.width:.2g} a line. Radius: the "
+            "variance of squared lengths over a Gaussian's; 0 on a sphere. The coordinates of a "
+            f"uniform distribution on the sphere have a kurtosis of {-6 / (self.width + 2):.2f}.",
         )
 
-    def _lifetime_table(self) -> NumberTable:
-        sizes = list(self.lifetimes[0])
+    def _size_table(self) -> NumberTable:
         rows: list[tuple[Cell, ...]] = [
-            (int(size), estimate(one[size] for one in self.lifetimes)) for size in sizes
+            (int(size), *(estimate(one[size][what] for one in self.sizes) for what in KEPT))
+            for size in self.sizes[0]
         ]
         return NumberTable(
-            f"steps until a Gaussian sample is {VISIBLE:g} away, standardized, values x",
-            ("tokens", "steps"),
+            "Gaussian samples by their size, standardized",
+            ("tokens", f"values x: steps until {VISIBLE:g} away", "values −x: radius at the end"),
             tuple(rows),
         )
 
@@ -254,6 +260,7 @@ class FixedPointResults:
             *self._cumulants(),
             *self._line_ends(),
             *self._cloud_ends(),
+            *self._by_size(),
             *self._stable_counts(),
         )
 
@@ -297,6 +304,16 @@ class FixedPointResults:
                 f"samples of one are{f' ({named})' if named else ''}; {spread} stay spread, and "
                 f"{still} came to rest within the steps given."
             )
+
+    def _by_size(self) -> Iterator[str]:
+        told = ", ".join(
+            f"{estimate(one[size]['radius'] for one in self.sizes)} with {int(size):,} tokens"
+            for size in self.sizes[0]
+        )
+        yield (
+            "With values −x and standardized coordinates, the radius of a Gaussian sample (1 for a "
+            f"Gaussian, 0 for a sphere) becomes {told}."
+        )
 
     def _stable_counts(self) -> Iterator[str]:
         sphere = self.stability["sphere"]

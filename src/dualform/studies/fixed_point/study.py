@@ -19,7 +19,7 @@ from dualform.studies.fixed_point.continuum import (
     growth,
 )
 from dualform.studies.fixed_point.dynamics import ATTRACT, CONTRACTIONS, REPEL, contraction, iterate
-from dualform.studies.fixed_point.normality import Normality, measure, null_energy
+from dualform.studies.fixed_point.normality import Normality, Null, measure, null_range
 from dualform.studies.fixed_point.pictures import draw
 from dualform.studies.fixed_point.results import SIGNS, VISIBLE, FixedPointResults
 from dualform.studies.fixed_point.stability import escape, stable_masses
@@ -43,16 +43,16 @@ class FixedPointSetting:
     steps: int
     line_steps: int
     seeds: int
-    lifetimes: tuple[int, ...]
-    """How many tokens a Gaussian sample has whose lifetime is measured."""
+    sizes: tuple[int, ...]
+    """How many tokens the Gaussian samples have that are compared by their size."""
     width: int = 16
     temperature: float = 4.0
 
 
 SETTINGS = {
-    "small": FixedPointSetting(512, 120, 200, seeds=3, lifetimes=(64, 256, 1024)),
+    "small": FixedPointSetting(512, 120, 200, seeds=3, sizes=(64, 256, 1024, 4096)),
     "paper": FixedPointSetting(
-        65_536, 150, 200, seeds=3, lifetimes=(64, 256, 1024, 4096, 16_384, 65_536)
+        65_536, 150, 200, seeds=3, sizes=(64, 256, 1024, 4096, 16_384, 65_536)
     ),
 }
 
@@ -72,7 +72,7 @@ def run_study(setting: FixedPointSetting, seeds: int | None, device: str, out: P
     for seed in range(seeds):
         for start in STARTS:
             parts[f"{start} seed {seed}"] = partial(_clouds, start, seed, setting, device)
-        parts[f"lifetimes seed {seed}"] = partial(_lifetimes, seed, setting, device)
+        parts[f"sizes seed {seed}"] = partial(_sizes, seed, setting, device)
     own = asdict(setting)
     own.pop("seeds")  # more may be added to what is kept
     found = run_parts(out, {**own, "device": device}, parts)
@@ -82,11 +82,11 @@ def run_study(setting: FixedPointSetting, seeds: int | None, device: str, out: P
         setting.temperature,
         found["line"],
         found["stability"],
-        float(found["gaussian samples"]["energy"]),
+        Null(**found["gaussian samples"]),
         {start: [found[f"{start} seed {seed}"] for seed in range(seeds)] for start in STARTS},
-        [found[f"lifetimes seed {seed}"] for seed in range(seeds)],
+        [found[f"sizes seed {seed}"] for seed in range(seeds)],
     )
-    own["lifetimes"] = ", ".join(f"{size:,}" for size in setting.lifetimes)
+    own["sizes"] = ", ".join(f"{size:,}" for size in setting.sizes)
     own |= {"seeds": seeds, "device": device}
     pictures = draw(results, setting.steps, out)
     return Report("fixed-point", QUESTION, own, results.findings(), results.tables(), pictures)
@@ -125,7 +125,7 @@ def _stability(setting: FixedPointSetting) -> Found:
 
 
 def _null(setting: FixedPointSetting) -> Found:
-    return {"energy": null_energy(setting.size, setting.width)}
+    return asdict(null_range(setting.size, setting.width))
 
 
 def _clouds(start: str, seed: int, setting: FixedPointSetting, device: str) -> Found:
@@ -157,12 +157,18 @@ def _trace(
     yield "moved", moved
 
 
-def _lifetimes(seed: int, setting: FixedPointSetting, device: str) -> Found:
-    """Steps until a Gaussian sample, standardized each time, is VISIBLE away from a Gaussian."""
+def _sizes(seed: int, setting: FixedPointSetting, device: str) -> Found:
+    """What becomes of Gaussian samples of growing size, standardized each time, for both signs.
+
+    With values x, the steps until they are VISIBLE away from a Gaussian; with −x, their radius.
+    """
     contract, found = contraction("standardize", setting.width, setting.temperature), {}
-    for size in setting.lifetimes:
+    for size in setting.sizes:
         x = STARTS["gaussian"](size, setting.width, torch.Generator().manual_seed(seed)).to(device)
-        clouds = iterate(contract(x), contract, setting.temperature, setting.steps)
+        x = contract(x)
+        clouds = iterate(x, contract, setting.temperature, setting.steps)
         outside = (step for step, (x, _) in enumerate(clouds) if not measure(x).energy <= VISIBLE)
-        found[str(size)] = next(outside, setting.steps)
+        steps = next(outside, setting.steps)
+        *_, (last, _) = iterate(x, contract, setting.temperature, setting.steps, REPEL)
+        found[str(size)] = {"steps": steps, "radius": measure(last).radius}
     return found
