@@ -195,7 +195,7 @@ def _clouds(plt: Any, shown: list[int]) -> Any:
 def _some(start: str, name: str, gain: float, shown: list[int]) -> dict[int, Tensor]:
     temperature = 3.0 if gain == REPEL else math.sqrt(3)
     contract = contraction(name, 3, temperature)
-    x = contract(STARTS[start](600, 3, torch.Generator().manual_seed(0)))
+    x = contract(STARTS[start](300, 3, torch.Generator().manual_seed(0)))
     clouds = [cloud for cloud, _ in iterate(x, contract, temperature, max(shown), gain)]
     return {step: clouds[min(step, len(clouds) - 1)] for step in shown}
 
