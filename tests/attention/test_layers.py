@@ -51,6 +51,16 @@ def test_rewritten_queries_are_normalized_queries_and_keys(seed: int, beta: floa
     near(attention.batch_norm(q, k, v, beta=beta), normalized, 1e-12)
 
 
+@law
+@given(seed=seeds, beta=st.sampled_from([0.0, 0.5, 1.0]))
+def test_centering_alone_is_a_bias_of_each_key(seed: int, beta: float) -> None:
+    """(q − βμ)·k differs from q·k by −βμ·k, whatever the query is."""
+    q, k, v = draw(seed, 7, 9)
+    bias = -beta * (k.mean(-2, keepdim=True) * k).sum(-1)[..., None, :] / k.shape[-1] ** 0.5
+    expected = attention.softmax(q, k, v, bias.expand(*q.shape[:-1], 9))
+    near(attention.batch_norm(q, k, v, beta=beta, variance=False), expected, 1e-12)
+
+
 @masked
 @law
 @given(seed=seeds, causal=st.booleans(), numbers=st.booleans())

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from dualform.cli.options import as_json, print_json, print_results
 
@@ -62,47 +61,64 @@ def study() -> None:
 
 
 @study.command()
-@click.option("--data", type=click.Path(path_type=Path), help="Default: $DUALFORM_DATA.")
-@click.option(
-    "--setting", type=click.Choice(["small", "paper"]), default="small", show_default=True
-)
-@click.option("--dataset", "datasets", multiple=True, help="Default: all four.")
-@click.option("--kind", "kinds", multiple=True, help="Default: all five.")
-@click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
+@study_options("uea")
+@click.option("--dataset", "datasets", multiple=True, help="Default: the setting's.")
+@click.option("--kind", "layers", multiple=True, help="Attention layers. Default: all six.")
 @click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
-@click.option("--device", default="cpu", show_default=True)
 @click.option("--workers", type=click.IntRange(0), default=0, help="Processes; 0: only this one.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write every training as JSON.")
-@as_json
-def uea(data: Path | None, out: Path | None, as_json: bool, **chosen: Any) -> None:
+def uea(
+    data: Path | None,
+    setting: str,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    as_json: bool,
+    workers: int,
+    **chosen: Any,
+) -> None:
     """Test accuracy of each attention layer on time series."""
-    from dualform.studies import uea
     from dualform.studies.data import data_folder
+    from dualform.studies.uea import SETTINGS, run_study
 
-    results = uea.study(data_folder(data), console=Console(quiet=as_json), **chosen)
-    if out is not None:
-        uea.save(results, out)
-    print_json(uea.summary(results)) if as_json else print_results(uea.table(results))
+    given = {name: one for name, one in chosen.items() if one}
+    report = run_study(
+        data_folder(data), replace(SETTINGS[setting], **given), seeds, device, out, workers
+    )
+    show_report(report, out, as_json)
+
+
+@study.command("image-attention")
+@study_options("image-attention")
+@click.option(
+    "--dataset", type=click.Choice(["mnist", "fashion-mnist"]), help="Default: fashion-mnist."
+)
+@click.option("--kind", "layers", multiple=True, help="Attention layers. Default: five.")
+@click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
+def image_attention(
+    data: Path | None,
+    setting: str,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    as_json: bool,
+    **chosen: Any,
+) -> None:
+    """A small vision transformer with each attention layer."""
+    from dualform.studies.data import data_folder
+    from dualform.studies.image_attention import SETTINGS, run_study
+
+    given = {name: one for name, one in chosen.items() if one}
+    report = run_study(data_folder(data), replace(SETTINGS[setting], **given), seeds, device, out)
+    show_report(report, out, as_json)
 
 
 @study.command("fixed-point")
-@click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("runs/fixed-point"), show_default=True
-)
-@click.option("--size", type=click.IntRange(16), default=1024, show_default=True, help="Tokens.")
-@click.option("--steps", type=click.IntRange(2), default=120, show_default=True)
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--device", default="cpu", show_default=True)
-@as_json
-def fixed_point(out: Path, size: int, steps: int, seeds: int, device: str, as_json: bool) -> None:
+@study_options("fixed-point", needs_data=False)
+def fixed_point(setting: str, seeds: int | None, device: str, out: Path, as_json: bool) -> None:
     """Does iterated attention converge, and to a Gaussian?"""
-    from dualform.studies.fixed_point import run_study, save_study
+    from dualform.studies.fixed_point import SETTINGS, run_study
 
-    found = run_study(size=size, steps=steps, seeds=seeds, device=device)
-    paths = save_study(found, out)
-    print_json(found.to_dict()) if as_json else print_results(found)
-    if not as_json:
-        click.echo(f"Wrote {', '.join(map(str, paths))}")
+    show_report(run_study(SETTINGS[setting], seeds, device, out), out, as_json)
 
 
 @study.command()

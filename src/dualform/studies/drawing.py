@@ -40,14 +40,16 @@ def save_drawings(drawings: Iterable[Drawing], out: Path) -> tuple[Picture, ...]
     return tuple(pictures)
 
 
-def clean_axes(axes: Any, title: str, x: str = "", y: str = "") -> None:
-    """Names axes, and takes away what they do not need."""
+def clean_axes(axes: Any, title: str, x: str = "", y: str = "", grid: bool = False) -> None:
+    """Names axes, and takes away what they do not need; a faint grid only where it is asked for."""
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.set_xlabel(x, fontsize=9, color=INK)
     axes.set_ylabel(y, fontsize=9, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, color=FAINT, labelcolor=INK)
     axes.set_axisbelow(True)
+    if grid:
+        axes.grid(True, color=FAINT, linewidth=0.5, alpha=0.6)
 
 
 def color_scale(figure: Any, image: Any, axes: Any, label: str) -> None:

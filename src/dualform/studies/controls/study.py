@@ -14,6 +14,7 @@ from dualform.studies.controls.measure import RANDOM, TRUE, UNTRAINED, ControlsM
 from dualform.studies.controls.pictures import drawings
 from dualform.studies.controls.removal import Removals, retrained
 from dualform.studies.controls.results import ControlsResults
+from dualform.studies.data import fingerprint
 from dualform.studies.drawing import save_drawings
 from dualform.studies.parts import run_parts
 from dualform.studies.report import Report
@@ -50,13 +51,16 @@ def run_study(
         for seed in range(seeds)
         for kind, one in kinds.items()
     }
-    found = run_parts(out, asdict(setting), parts)
+    digits, tests = experiment.images, experiment.test
+    data_used = fingerprint(digits.pixels, digits.y, tests.pixels, tests.y)
+    kept = {**asdict(setting), "device": device, "data": data_used}
+    found = run_parts(out, kept, parts)
     truth = retrained(experiment, out / "halves", workers)
     scores = [measure.load_scores(seed) for seed in range(seeds)]
     chosen = found[f"seed 0 {TRUE}"]["least sure"]
     removals = Removals(experiment, scores[0], chosen, workers)
     places = {f"removal {at}": partial(removals.of_query, at) for at in range(len(chosen))}
-    lost = run_parts(out, asdict(setting), {"removal at random": removals.at_random, **places})
+    lost = run_parts(out, kept, {"removal at random": removals.at_random, **places})
     results = ControlsResults(
         setting,
         {kind: [found[f"seed {seed} {kind}"] for seed in range(seeds)] for kind in kinds},

@@ -15,7 +15,9 @@ from dualform.studies.fixed_point.normality import measure
 
 Density = Callable[[Tensor], Tensor]
 NODES, REACH = 1200, 11.0
-TEMPERATURES = (1.0, 1.5, 2.0, 4.0, 8.0)
+TEMPERATURES = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
+AFFINE = ((0.0, 1.0), (0.5, 1.0), (0.0, 1.2), (0.5, 0.8))
+"""Means and deviations that a step restores."""
 SMALL = 1e-4
 
 
@@ -30,38 +32,55 @@ def variance_after(v: float, temperature: float, rate: float) -> float:
     return (rate * (1 + v / temperature)) ** 2 * v
 
 
-def cumulant_growth(order: int, temperature: float, gain: float = 1.0) -> float:
-    """1 + a k/(T^{k−2}(a + T)): what a step multiplies a small k-th cumulant by, at variance 1.
+def cumulant_growth(
+    order: int, temperature: float, gain: float = 1.0, deviation: float = 1.0
+) -> float:
+    """1 + a k/(τ^{k−2}(a + τ)), τ = T/s²: what a step multiplies a small k-th cumulant by.
 
-    With cumulant generating function u²/2 + κ u^k/k! the step x + a ∇G is
-    x + a x/T + a κ (x/T)^{k−1}/(k−1)!. Its last term, but for what standardizing takes away, is a
-    Hermite polynomial, and adds to κ. With values x the gain a is 1 and all factors exceed 1: a
-    Gaussian repels in every direction, at every temperature. With values −x, where a = −1, they lie
-    between −1 and 1 for k ≥ 3 and T ≥ 2: a Gaussian attracts.
+    The step is x + a ∇G, and then the mean m and the deviation s are restored. Measured in s from
+    m, a token z is read at the tilt (m + sz)s/T. With cumulant generating function u²/2 + κ u^k/k!
+    it moves by a(u + κ u^{k−1}/(k−1)!) at u = sm/T + z/τ. Of the last term, the part that is no
+    affine map and no lower cumulant is a Hermite polynomial, and adds a κ k/τ^{k−1} to what the
+    scale 1 + a/τ makes of κ. So m does not matter, and s only makes another temperature of T.
+
+    With values x the gain a is 1 and all factors exceed 1: a Gaussian repels in every direction, at
+    every temperature. With values −x, where a = −1, they lie between −1 and 1 for every k ≥ 3 where
+    τ > (1 + √7)/2: there a Gaussian attracts, high orders ever more slowly.
 
     >>> cumulant_growth(3, 1.0), cumulant_growth(4, 1.0), cumulant_growth(2, 4.0)
     (2.5, 3.0, 1.4)
-    >>> cumulant_growth(3, 3.0, gain=-1.0)
-    0.5
+    >>> cumulant_growth(3, 3.0, gain=-1.0), cumulant_growth(3, 12.0, gain=-1.0, deviation=2.0)
+    (0.5, 0.5)
     """
-    return 1 + gain * order / (temperature ** (order - 2) * (gain + temperature))
+    own = temperature / deviation**2
+    return 1 + gain * order / (own ** (order - 2) * (gain + own))
+
+
+ATTRACTS_FROM = (1 + math.sqrt(7)) / 2
+"""Where the factor of order 3 reaches −1 for values −x; all other orders are inside by then."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """One cumulant's factor at one temperature, predicted and measured."""
+    """One cumulant's factor, predicted and measured."""
 
     order: int
     temperature: float
+    gain: float
+    mean: float
+    deviation: float
     predicted: float
     measured: float
 
 
 @dataclass(frozen=True)
 class Path:
-    """A density's kurtosis and energy distance, step by step, and where its mass ended."""
+    """A density's moments and energy distance, step by step, and where its mass ended."""
 
     start: str
+    gain: float
+    temperature: float
+    skewness: tuple[float, ...]
     kurtosis: tuple[float, ...]
     energy: tuple[float, ...]
     points: tuple[float, ...]
@@ -78,6 +97,7 @@ DENSITIES: dict[str, Density] = {
     "gaussian": normal,
     "uniform": lambda x: (x.abs() <= math.sqrt(3)).double(),
     "two bumps": lambda x: normal(x, -0.8, 0.6) + normal(x, 0.8, 0.6),
+    "skewed": lambda x: 0.75 * normal(x) + 0.25 * normal(x, 3.5, 2.0),
     "mixed scales": lambda x: normal(x, 0, 0.8) + normal(x, 0, 1.2),
 }
 
@@ -97,25 +117,30 @@ HERMITE: dict[int, Density] = {
 }
 
 
-def growth(order: int, temperature: float, gain: float = 1.0) -> Growth:
+def growth(
+    order: int, temperature: float, gain: float = 1.0, mean: float = 0.0, deviation: float = 1.0
+) -> Growth:
     """One step from a Gaussian with a trace of skewness (order 3) or kurtosis (4)."""
     x, mass = nodes(lambda x: normal(x) * (1 + SMALL * HERMITE[order](x)).clamp(min=0))
-    name = {3: "skewness", 4: "kurtosis"}[order]
-    clouds = transport(x, mass, temperature, 1, gain)
-    before, after = (getattr(measure(y, mass), name) for y in clouds)
-    predicted = cumulant_growth(order, temperature, gain)
-    return Growth(order, temperature, predicted, after / before)
+    clouds = transport(x, mass, temperature, 1, gain, mean, deviation)
+    normal_moment = {3: 0, 4: 3}[order]
+    before, after = (float(mass @ y[:, 0] ** order) - normal_moment for y in clouds)
+    predicted = cumulant_growth(order, temperature, gain, deviation)
+    return Growth(order, temperature, gain, mean, deviation, predicted, after / before)
 
 
-def follow(start: str, temperature: float, steps: int) -> Path:
+def follow(start: str, temperature: float, steps: int, gain: float = 1.0) -> Path:
     """The iteration from a density on the line."""
     reach = math.sqrt(3) if start == "uniform" else REACH
     x, mass = nodes(DENSITIES[start], reach)
     found, last = [], x
-    for last in transport(x, mass, temperature, steps):
+    for last in transport(x, mass, temperature, steps, gain):
         found.append(measure(last, mass))
     return Path(
         start,
+        gain,
+        temperature,
+        tuple(m.skewness for m in found),
         tuple(m.kurtosis for m in found),
         tuple(m.energy for m in found),
         tuple(last.flatten().tolist()),

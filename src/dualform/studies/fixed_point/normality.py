@@ -24,6 +24,9 @@ class Normality:
     """The mean excess kurtosis of the coordinates: negative where tails are light."""
     spread: float
     """The participation ratio of the covariance's eigenvalues, over d: 1 round, 1/d a line."""
+    radius: float
+    """The variance of ‖x‖², measured in the cloud's own covariance, over a Gaussian's 2d: 1 for a
+    Gaussian, 0 for a sphere. Coordinates hardly tell the two apart in many dimensions."""
     clusters: int
     """Balls of a hundredth of the cloud's size that cover a subsample; counted up to MANY."""
     scale: float
@@ -40,6 +43,9 @@ def measure(x: Tensor, weights: Tensor | None = None) -> Normality:
     >>> found = measure(cloud)
     >>> found.energy < 1e-3, abs(found.kurtosis) < 0.2, found.spread > 0.95
     (True, True, True)
+    >>> sphere = cloud / cloud.norm(dim=1, keepdim=True)
+    >>> 0.8 < found.radius < 1.2, measure(sphere).radius < 0.05
+    (True, True)
     """
     x = x.double()
     w = torch.full_like(x[:, 0], 1 / len(x)) if weights is None else weights / weights.sum()
@@ -52,6 +58,7 @@ def measure(x: Tensor, weights: Tensor | None = None) -> Normality:
         skewness=math.nan if shape is None else float((w @ shape**3).abs().mean()),
         kurtosis=math.nan if shape is None else float((w @ shape**4 - 3).mean()),
         spread=float(covariance.trace() ** 2 / (len(covariance) * covariance.square().sum())),
+        radius=math.nan if shape is None else _radius(centered, covariance, w),
         clusters=clusters,
         scale=float((w @ x.square()).mean().sqrt()),
     )
@@ -77,20 +84,41 @@ def energy_distance(x: Tensor, w: Tensor) -> float:
     return float(((2 * to_normal - among - normal) / normal).mean())
 
 
-def null_energy(count: int, width: int, seeds: int = 40) -> float:
-    """The 95th percentile of the energy distance of samples that *are* Gaussian."""
+@dataclass(frozen=True)
+class Null:
+    """Where samples that *are* Gaussian lie."""
+
+    energy: float
+    """95 % have a smaller energy distance."""
+    low: float
+    high: float
+    """95 % have a radius between these."""
+
+
+def null_range(count: int, width: int, seeds: int = 40) -> Null:
+    """Of so many samples of that size."""
     found = []
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(10_000 + seed)
-        x = torch.randn(count, width, generator=generator).double()
-        shape = (x - x.mean(0)) / x.std(0, correction=0)
-        found.append(energy_distance(shape, torch.full((count,), 1 / count).double()))
-    return float(torch.tensor(found).quantile(0.95))
+        one = measure(torch.randn(count, width, generator=generator))
+        found.append((one.energy, one.radius))
+    energy, radius = torch.tensor(found).T
+    low, high = radius.quantile(torch.tensor([0.025, 0.975])).tolist()
+    return Null(float(energy.quantile(0.95)), low, high)
 
 
 def _standardized(centered: Tensor, variance: Tensor) -> Tensor:
     extends = variance > NEGLIGIBLE * variance.max()
     return centered[:, extends] / variance[extends].sqrt()
+
+
+def _radius(centered: Tensor, covariance: Tensor, w: Tensor) -> float:
+    values, vectors = torch.linalg.eigh(covariance)
+    extends = values > NEGLIGIBLE * values.max()
+    white = centered @ vectors[:, extends] / values[extends].sqrt()
+    lengths = white.square().sum(-1)
+    width = white.shape[-1]
+    return float(w @ (lengths - width).square() / (2 * width))
 
 
 def _clusters(x: Tensor) -> int:

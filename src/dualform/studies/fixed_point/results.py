@@ -1,23 +1,25 @@
-"""What the study found, as values that print."""
+"""What the study found, as tables and sentences."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
-
-from dualform.read.display import Displayed, framed
-from dualform.studies.fixed_point.continuum import Growth, Path
-from dualform.studies.fixed_point.dynamics import FAR
-from dualform.studies.fixed_point.normality import Normality
+from dualform.studies.estimate import Estimate, estimate
+from dualform.studies.fixed_point.continuum import ATTRACTS_FROM, Growth, Path
+from dualform.studies.fixed_point.dynamics import ATTRACT, CONTRACTIONS, FAR, REPEL, STILL
+from dualform.studies.fixed_point.normality import Normality, Null
+from dualform.studies.parts import Found
+from dualform.studies.report import Cell, NumberTable
 
 FEW = 40
 VISIBLE = 0.01
+KEPT = ("steps", "radius")
+"""What is kept of Gaussian samples, by their size."""
+DIGITS = {"kurtosis": 4, "energy": 6, "spread": 4, "radius": 4}
+SIGNS = {ATTRACT: "values x", REPEL: "values −x"}
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,12 @@ class Trace:
     measured: tuple[Normality, ...]
     moved: float
     """How far tokens still moved in the last step, on average."""
+
+    @classmethod
+    def from_part(cls, part: Found) -> Trace:
+        """As it was kept."""
+        measured = tuple(Normality(**one) for one in part["measured"])
+        return cls(tuple(part["steps"]), measured, float(part["moved"]))
 
     @property
     def fate(self) -> str:
@@ -43,11 +51,12 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One start under one contraction, over several seeds."""
+class Cloud:
+    """One start under one contraction with one sign, over several seeds."""
 
     start: str
     contraction: str
+    sign: str
     traces: tuple[Trace, ...]
 
     @property
@@ -60,104 +69,290 @@ class Cell:
             return f"{low} to {high} clusters" if low < high else fates[0]
         return ", ".join(sorted(set(fates)))
 
-    def last(self, name: str) -> tuple[float, float]:
-        """The mean of the seeds' last measurements, and two standard errors."""
+    @property
+    def is_still(self) -> bool:
+        """Whether the tokens came to rest, with every seed."""
+        return all(trace.moved < STILL for trace in self.traces)
+
+    def last(self, name: str) -> Estimate | None:
+        """A measurement at the end, over the seeds in which there is one."""
         values = [float(getattr(trace.measured[-1], name)) for trace in self.traces]
-        values = [value for value in values if math.isfinite(value)]
-        if not values:
-            return math.nan, math.nan
-        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        return statistics.fmean(values), 2 * error
+        finite = [round(value, DIGITS[name]) for value in values if math.isfinite(value)]
+        return estimate(finite) if finite else None
 
 
 @dataclass(frozen=True)
-class Lifetime:
-    """Steps until samples of a Gaussian, standardized each time, were VISIBLE away from it."""
-
-    size: int
-    steps: tuple[int, ...]
-
-
-@dataclass(frozen=True, repr=False)
-class Study(Displayed):
+class FixedPointResults:
     """Everything that was found."""
 
-    settings: dict[str, Any]
-    growths: tuple[Growth, ...]
-    paths: tuple[Path, ...]
-    cells: tuple[Cell, ...]
-    lifetimes: tuple[Lifetime, ...]
-    null: float
-    """95 % of Gaussian samples of this size have a smaller energy distance."""
-    answer: tuple[str, ...] = field(default=())
+    size: int
+    width: int
+    temperature: float
+    line: Found
+    stability: Found
+    null: Null
+    """Where Gaussian samples of this size lie."""
+    clouds: Mapping[str, Sequence[Found]]
+    sizes: Sequence[Found]
 
-    def __rich__(self) -> Group:
-        parts: list[RenderableType] = [
-            framed("a small cumulant of a Gaussian after one step, ×", self._growth_table()),
-            framed("densities on a line, standardized", self._path_table()),
-            framed(
-                f"{self.settings['size']:,} tokens of width {self.settings['width']}",
-                self._cell_table(),
-                f"95 % of Gaussian samples have an energy distance below {self.null:.1e}; "
-                "± two standard errors over seeds",
-            ),
-            framed(f"steps until a Gaussian sample is {VISIBLE:g} away", self._life_table()),
-            Text("\n".join(self.answer)),
+    @cached_property
+    def growths(self) -> list[Growth]:
+        """Factors of small cumulants."""
+        return [Growth(**one) for one in self.line["growths"]]
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        """Densities on the line."""
+        return [Path(**one) for one in self.line["paths"]]
+
+    @cached_property
+    def cells(self) -> list[Cloud]:
+        """Clouds of tokens: sign by sign, contraction by contraction."""
+        return [
+            Cloud(start, name, sign, tuple(Trace.from_part(s[f"{sign} {name}"]) for s in seeds))
+            for gain, sign in SIGNS.items()
+            for name in CONTRACTIONS[gain]
+            for start, seeds in self.clouds.items()
         ]
-        return Group(*parts)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The study as plain values; what is not a number is None."""
-        fates = {f"{cell.start}, {cell.contraction}": cell.fates for cell in self.cells}
-        found: dict[str, Any] = _plain({**asdict(self), "fates": fates})
-        return found
+    def is_gaussian(self, cell: Cloud) -> bool:
+        """Whether a cloud is as near to a Gaussian as samples of one are."""
+        energy, radius = cell.last("energy"), cell.last("radius")
+        if cell.fates != "stays spread" or energy is None or radius is None:
+            return False
+        return energy.mean <= self.null.energy and self.null.low <= radius.mean <= self.null.high
 
-    def _growth_table(self) -> Table:
-        table = _table("order k", "temperature T", "1 + k/(Tᵏ⁻²(1 + T))", "measured")
-        for one in self.growths:
-            numbers = (f"{one.temperature:g}", f"{one.predicted:.4f}", f"{one.measured:.4f}")
-            table.add_row(str(one.order), *numbers)
-        return table
+    def tables(self) -> tuple[NumberTable, ...]:
+        """All of them."""
+        return (
+            self._growth_table(),
+            self._path_table(),
+            *(self._cloud_table(sign) for sign in SIGNS.values()),
+            self._size_table(),
+            self._sphere_table(),
+            self._masses_table(),
+        )
 
-    def _path_table(self) -> Table:
-        table = _table("start", "kurtosis at first", "at last", "energy distance at last")
-        for path in self.paths:
-            first, last = path.kurtosis[0], path.kurtosis[-1]
-            table.add_row(path.start, f"{first:+.2f}", f"{last:+.2f}", f"{path.energy[-1]:.1e}")
-        return table
+    def _growth_table(self) -> NumberTable:
+        """One temperature a row would be long: those with a mean and deviation stand for all."""
+        rows: list[tuple[Cell, ...]] = [
+            (
+                SIGNS[one.gain],
+                one.order,
+                one.temperature,
+                one.mean,
+                one.deviation,
+                round(one.predicted, 6),
+                round(one.measured, 6),
+            )
+            for one in self.growths
+            if (one.mean, one.deviation) == (0, 1) or one.temperature == 3
+        ]
+        return NumberTable(
+            "what one step multiplies a small cumulant of a Gaussian by",
+            ("values", "order k", "T", "mean", "deviation", "predicted", "measured"),
+            tuple(rows),
+            "Predicted: 1 + a k/(τᵏ⁻²(a + τ)) with τ = T/deviation², a = 1 for values x and −1 for "
+            "values −x. Mean and deviation are those that are restored after the step.",
+        )
 
-    def _cell_table(self) -> Table:
-        table = _table("start", "contraction", "ends as", "kurtosis", "energy distance", "spread")
-        for cell in self.cells:
-            shape = ("kurtosis", "energy", "spread")
-            numbers = ["–" if cell.fates == "1 point" else _pm(*cell.last(n)) for n in shape]
-            table.add_row(cell.start, cell.contraction, cell.fates, *numbers)
-        return table
+    def _path_table(self) -> NumberTable:
+        rows: list[tuple[Cell, ...]] = [
+            (
+                SIGNS[path.gain],
+                path.temperature,
+                path.start,
+                *(round(each, 4) for each in (path.skewness[0], path.skewness[-1])),
+                *(round(each, 4) for each in (path.kurtosis[0], path.kurtosis[-1])),
+                path.energy[-1],
+            )
+            for path in self.paths
+        ]
+        steps = len(self.paths[0].kurtosis) - 1
+        return NumberTable(
+            f"densities on a line, standardized, after {steps} steps",
+            (
+                "values",
+                "T",
+                "start",
+                "skewness at first",
+                "at last",
+                "kurtosis at first",
+                "at last ",
+                "energy distance at last",
+            ),
+            tuple(rows),
+        )
 
-    def _life_table(self) -> Table:
-        table = _table("tokens", "steps")
-        for life in self.lifetimes:
-            table.add_row(f"{life.size:,}", " ".join(map(str, life.steps)))
-        return table
+    def _cloud_table(self, sign: str) -> NumberTable:
+        rows: list[tuple[Cell, ...]] = []
+        for cell in (one for one in self.cells if one.sign == sign):
+            point = cell.fates == "1 point"
+            shape = (None if point else cell.last(name) for name in DIGITS)
+            gaussian = "yes" if self.is_gaussian(cell) else "no"
+            rows.append((cell.contraction, cell.start, cell.fates, *shape, gaussian))
+        return NumberTable(
+            f"{self.size:,} tokens of width {self.width}, {sign}",
+            (
+                "contraction",
+                "start",
+                "ends as",
+                "kurtosis",
+                "energy distance",
+                "spread",
+                "radius",
+                "Gaussian",
+            ),
+            tuple(rows),
+            f"Gaussian: stays spread, the energy distance is at most {self.null.energy:.1e}, and "
+            f"the radius is {self.null.low:.2f} to {self.null.high:.2f}, as of 95 % of Gaussian "
+            f"samples of this size. Spread: 1 round, {1 / self.width:.2g} a line. Radius: the "
+            "variance of squared lengths over a Gaussian's; 0 on a sphere. The coordinates of a "
+            f"uniform distribution on the sphere have a kurtosis of {-6 / (self.width + 2):.2f}.",
+        )
+
+    def _size_table(self) -> NumberTable:
+        rows: list[tuple[Cell, ...]] = [
+            (int(size), *(estimate(one[size][what] for one in self.sizes) for what in KEPT))
+            for size in self.sizes[0]
+        ]
+        return NumberTable(
+            "Gaussian samples by their size, standardized",
+            ("tokens", f"values x: steps until {VISIBLE:g} away", "values −x: radius at the end"),
+            tuple(rows),
+        )
+
+    def _sphere_table(self) -> NumberTable:
+        rows: list[tuple[Cell, ...]] = [
+            (
+                one["temperature"],
+                one["clusters"],
+                round(one["within"], 4),
+                one["between"] - 1 if one["between"] > 1 + 1e-9 else 0,
+                "stable" if math.isinf(one["lifetime"]) else round(one["lifetime"], 1),
+            )
+            for one in self.stability["sphere"]
+            if one["temperature"] / self.temperature in (0.5, 1, 2)
+        ]
+        return NumberTable(
+            f"equal clusters at the corners of a simplex, on a sphere of width {self.width}",
+            ("T", "clusters", "factor within", "factor between − 1", "steps to grow e times"),
+            tuple(rows),
+            "Within: what a step multiplies a token's distance to its cluster by. Between: the "
+            "largest factor of a displacement of the clusters.",
+        )
+
+    def _masses_table(self) -> NumberTable:
+        rows: list[tuple[Cell, ...]] = [
+            (one["temperature"], _spans(one["two"]), _spans(one["three"]))
+            for one in self.stability["line"]
+        ]
+        return NumberTable(
+            "which clusters are stable on a standardized line, values x",
+            ("T", "two: mass of the smaller, %", "three: mass of each outer one, %"),
+            tuple(rows),
+            "Masses on a grid of 0.5 % and of 0.25 %.",
+        )
+
+    def findings(self) -> tuple[str, ...]:
+        """Sentences that the numbers decide."""
+        return (
+            *self._cumulants(),
+            *self._line_ends(),
+            *self._cloud_ends(),
+            *self._by_size(),
+            *self._stable_counts(),
+        )
+
+    def _cumulants(self) -> Iterator[str]:
+        attract = [one for one in self.growths if one.gain == ATTRACT]
+        repels = all(one.measured > 1 for one in attract)
+        word = "No: a Gaussian is a fixed point that repels" if repels else "A Gaussian attracts"
+        yield f"With values x, is the fixed point Gaussian? {word}."
+        own = [one for one in self.growths if one.gain == REPEL]
+        cool = [o for o in own if o.temperature / o.deviation**2 > ATTRACTS_FROM]
+        holds = all(abs(one.measured) < 1 for one in cool)
+        outside = [one for one in own if one not in cool and abs(one.measured) > 1]
+        yield (
+            f"With values −x a Gaussian {'attracts' if holds else 'does not attract'} at orders 3 "
+            f"and 4 in all {len(cool)} cases with T/deviation² above (1 + √7)/2; below it, "
+            f"{len(outside)} of {len(own) - len(cool)} factors exceed 1 in size."
+        )
+        worst = max(abs(o.measured - o.predicted) / max(1, abs(o.predicted)) for o in self.growths)
+        yield (
+            f"All {len(self.growths)} measured factors agree with the derived ones within "
+            f"{worst:.0e} (relative to them where they exceed 1 in size)."
+        )
+
+    def _line_ends(self) -> Iterator[str]:
+        for gain, sign in SIGNS.items():
+            own = [path for path in self.paths if path.gain == gain]
+            told = ", ".join(
+                f"{p.start} {_signed(p.kurtosis[0])} → {_signed(p.kurtosis[-1])}" for p in own
+            )
+            yield f"On a line with {sign} and T = {own[0].temperature:g}, kurtosis goes: {told}."
+
+    def _cloud_ends(self) -> Iterator[str]:
+        for sign in SIGNS.values():
+            own = [cell for cell in self.cells if cell.sign == sign]
+            gaussian = [cell for cell in own if self.is_gaussian(cell)]
+            named = ", ".join(f"{one.start} under {one.contraction}" for one in gaussian)
+            still = sum(cell.is_still for cell in own)
+            spread = sum(cell.fates == "stays spread" for cell in own)
+            yield (
+                f"With {sign}, {len(gaussian)} of {len(own)} clouds end as near to a Gaussian as "
+                f"samples of one are{f' ({named})' if named else ''}; {spread} stay spread, and "
+                f"{still} came to rest within the steps given."
+            )
+
+    def _by_size(self) -> Iterator[str]:
+        told = ", ".join(
+            f"{estimate(one[size]['radius'] for one in self.sizes)} with {int(size):,} tokens"
+            for size in self.sizes[0]
+        )
+        yield (
+            "With values −x and standardized coordinates, the radius of a Gaussian sample (1 for a "
+            f"Gaussian, 0 for a sphere) becomes {told}."
+        )
+
+    def _stable_counts(self) -> Iterator[str]:
+        sphere = self.stability["sphere"]
+        drifting = {one["clusters"] for one in sphere if math.isfinite(one["lifetime"])}
+        stable = sorted({one["clusters"] for one in sphere} - drifting)
+        others = [one for one in sphere if one["clusters"] not in stable]
+        longest = max(others, key=lambda one: one["lifetime"])
+        shortest = min(others, key=lambda one: one["lifetime"])
+        yield (
+            "On a sphere with values x, stable numbers of equal clusters are: "
+            f"{', '.join(map(str, stable))}. Others drift, e times as far in "
+            f"{shortest['lifetime']:.2g} steps ({shortest['clusters']} at T = "
+            f"{shortest['temperature']:g}) to {longest['lifetime']:.2g} ({longest['clusters']} at "
+            f"T = {longest['temperature']:g})."
+        )
+        line = self.stability["line"]
+        equal = all(any(high >= 0.5 for _, high in one["two"]) for one in line)
+        thin = max((high for one in line for _, high in one["three"]), default=0.0)
+        yield (
+            "On a standardized line with values x, two equal clusters are "
+            f"{'stable at every temperature' if equal else 'not stable at every temperature'} that "
+            f"was tried; three are stable only where each outer one has at most {100 * thin:.2g} % "
+            "of the mass."
+        )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _spans(ranges: Sequence[Sequence[float]]) -> str:
+    """Ranges in percent.
+
+    >>> _spans([[0.005, 0.06], [0.45, 0.5]]), _spans([])
+    ('0.5 to 6, 45 to 50', 'none')
+    """
+    return ", ".join(f"{100 * low:.3g} to {100 * high:.3g}" for low, high in ranges) or "none"
 
 
-def _pm(value: float, error: float) -> str:
-    if not math.isfinite(value):
-        return "–"
-    shown = f"{value:+.2g}" if abs(value) >= 0.01 else f"{value:.1e}"
-    return f"{shown} ± {error:.1g}" if math.isfinite(error) else shown
+def _signed(value: float) -> str:
+    """With a sign; rounding has none.
 
-
-def _table(*columns: str) -> Table:
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("start", "contraction") else "right")
-    return table
+    >>> _signed(-1.2), _signed(3e-12)
+    ('−1.2', '0')
+    """
+    return "0" if abs(value) < 1e-9 else f"{value:+.2g}".replace("-", "−")

@@ -1,127 +1,174 @@
-"""The study: closed forms, densities on a line, and clouds of tokens, gathered and told."""
+"""The study as one call: closed forms, densities on a line, clouds of tokens, stable clusters."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from pathlib import Path as FilePath
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from dualform.studies.fixed_point.continuum import (
+    AFFINE,
     DENSITIES,
     HERMITE,
     TEMPERATURES,
-    Growth,
-    Path,
     follow,
     growth,
 )
-from dualform.studies.fixed_point.dynamics import CONTRACTIONS, STILL, contraction, iterate
-from dualform.studies.fixed_point.normality import Normality, measure, null_energy
+from dualform.studies.fixed_point.dynamics import ATTRACT, CONTRACTIONS, REPEL, contraction, iterate
+from dualform.studies.fixed_point.normality import Normality, Null, measure, null_range
 from dualform.studies.fixed_point.pictures import draw
-from dualform.studies.fixed_point.results import VISIBLE, Cell, Lifetime, Study, Trace
+from dualform.studies.fixed_point.results import SIGNS, VISIBLE, FixedPointResults
+from dualform.studies.fixed_point.stability import escape, stable_masses
 from dualform.studies.fixed_point.starts import STARTS
+from dualform.studies.parts import Found, run_parts
+from dualform.studies.report import Report
 
-WIDTH = 16
-TEMPERATURE = 4.0
-LINE_TEMPERATURE = 2.0
+QUESTION = "Does iterated attention converge, and to a Gaussian?"
+LINE_TEMPERATURES = {ATTRACT: 2.0, REPEL: 3.0}
+"""Of densities on a line, by the sign of the values."""
+CLUSTERS = (1, 2, 3, 4, 8, 16)
+RATIOS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Temperatures of clusters on a sphere, by that of the tokens."""
 
 
-def run_study(
-    *,
-    size: int = 1024,
-    steps: int = 120,
-    seeds: int = 3,
-    sizes: Sequence[int] = (),
-    device: str = "cpu",
-) -> Study:
-    """Runs all of it; a minute with the defaults on a processor."""
-    paths = tuple(follow(start, LINE_TEMPERATURE, steps) for start in DENSITIES)
-    cells = tuple(
-        Cell(start, name, tuple(_trace(start, name, size, steps, s, device) for s in range(seeds)))
-        for start in STARTS
-        for name in CONTRACTIONS
-    )
-    lifetimes = tuple(_lifetime(n, steps, seeds, device) for n in sizes or _fractions(size))
-    settings = {
-        "size": size,
-        "steps": steps,
-        "seeds": seeds,
-        "width": WIDTH,
-        "temperature": TEMPERATURE,
-        "line temperature": LINE_TEMPERATURE,
+@dataclass(frozen=True)
+class FixedPointSetting:
+    """How many tokens there are, and how long they are followed."""
+
+    size: int
+    steps: int
+    line_steps: int
+    seeds: int
+    sizes: tuple[int, ...]
+    """How many tokens the Gaussian samples have that are compared by their size."""
+    width: int = 16
+    temperature: float = 4.0
+
+
+SETTINGS = {
+    "small": FixedPointSetting(512, 120, 200, seeds=3, sizes=(64, 256, 1024, 4096)),
+    "paper": FixedPointSetting(
+        65_536, 150, 200, seeds=3, sizes=(64, 256, 1024, 4096, 16_384, 65_536)
+    ),
+}
+
+
+def run_study(setting: FixedPointSetting, seeds: int | None, device: str, out: Path) -> Report:
+    """Runs all of it; what is kept in `out` is not done again.
+
+    Args:
+        seeds: by default as many as the setting has.
+    """
+    seeds = seeds or setting.seeds
+    parts: dict[str, Callable[[], Found]] = {
+        "line": partial(_line, setting),
+        "stability": partial(_stability, setting),
+        "gaussian samples": partial(_null, setting),
     }
-    growths = tuple(growth(order, T) for order in HERMITE for T in TEMPERATURES)
-    null = null_energy(size, WIDTH)
-    answer = _answer(growths, paths, cells, null)
-    return Study(settings, growths, paths, cells, lifetimes, null, answer)
+    for seed in range(seeds):
+        for start in STARTS:
+            parts[f"{start} seed {seed}"] = partial(_clouds, start, seed, setting, device)
+        parts[f"sizes seed {seed}"] = partial(_sizes, seed, setting, device)
+    own = asdict(setting)
+    own.pop("seeds")  # more may be added to what is kept
+    found = run_parts(out, {**own, "device": device}, parts)
+    results = FixedPointResults(
+        setting.size,
+        setting.width,
+        setting.temperature,
+        found["line"],
+        found["stability"],
+        Null(**found["gaussian samples"]),
+        {start: [found[f"{start} seed {seed}"] for seed in range(seeds)] for start in STARTS},
+        [found[f"sizes seed {seed}"] for seed in range(seeds)],
+    )
+    own["sizes"] = ", ".join(f"{size:,}" for size in setting.sizes)
+    own |= {"seeds": seeds, "device": device}
+    pictures = draw(results, setting.steps, out)
+    return Report("fixed-point", QUESTION, own, results.findings(), results.tables(), pictures)
 
 
-def save_study(study: Study, folder: FilePath) -> list[FilePath]:
-    """Writes study.json and the pictures; returns the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    page = folder / "study.json"
-    page.write_text(json.dumps(study.to_dict(), indent=1, allow_nan=False), encoding="utf-8")
-    return [page, *draw(study, folder)]
+def _line(setting: FixedPointSetting) -> Found:
+    """Growth of cumulants, and where densities go, for both signs."""
+    growths = [
+        growth(order, T, gain, mean, deviation)
+        for gain in SIGNS
+        for order in HERMITE
+        for T in TEMPERATURES
+        for mean, deviation in AFFINE
+        if T / deviation**2 > -gain  # else the step turns the line around, or folds it
+    ]
+    paths = [
+        follow(start, LINE_TEMPERATURES[gain], setting.line_steps, gain)
+        for gain in SIGNS
+        for start in DENSITIES
+    ]
+    return {"growths": [asdict(one) for one in growths], "paths": [asdict(one) for one in paths]}
 
 
-def _trace(start: str, name: str, size: int, steps: int, seed: int, device: str) -> Trace:
-    x = STARTS[start](size, WIDTH, torch.Generator().manual_seed(seed)).to(device)
-    contract = contraction(name, WIDTH, TEMPERATURE)
+def _stability(setting: FixedPointSetting) -> Found:
+    """Which clusters hold on a sphere and on a standardized line."""
+    sphere = [
+        escape(clusters, setting.width, T)
+        for T in (setting.temperature * ratio for ratio in RATIOS)
+        for clusters in CLUSTERS
+        if clusters <= setting.width + 1
+    ]
+    return {
+        "sphere": [{**asdict(one), "lifetime": one.lifetime} for one in sphere],
+        "line": [asdict(stable_masses(T)) for T in TEMPERATURES],
+    }
+
+
+def _null(setting: FixedPointSetting) -> Found:
+    return asdict(null_range(setting.size, setting.width))
+
+
+def _clouds(start: str, seed: int, setting: FixedPointSetting, device: str) -> Found:
+    """What becomes of a start under each contraction, for both signs."""
+    return {
+        f"{sign} {name}": dict(_trace(start, name, gain, seed, setting, device))
+        for gain, sign in SIGNS.items()
+        for name in CONTRACTIONS[gain]
+    }
+
+
+def _trace(
+    start: str, name: str, gain: float, seed: int, setting: FixedPointSetting, device: str
+) -> Iterator[tuple[str, object]]:
+    x = STARTS[start](setting.size, setting.width, torch.Generator().manual_seed(seed)).to(device)
+    contract = contraction(name, setting.width, setting.temperature)
     x = x if name == "decay" else contract(x)
     at: list[int] = []
     found: list[Normality] = []
-    every, step, moved = max(1, steps // 30), 0, math.nan
-    for step, (cloud, far) in enumerate(iterate(x, contract, TEMPERATURE, steps)):
+    every, step, moved = max(1, setting.steps // 30), 0, math.nan
+    clouds = iterate(x, contract, setting.temperature, setting.steps, gain)
+    for step, (cloud, far) in enumerate(clouds):
         x, moved = cloud, far
         if step % every == 0:
             at.append(step)
             found.append(measure(x))
-    return Trace((*at, step), (*found, measure(x)), moved)
+    yield "steps", [*at, step]
+    yield "measured", [asdict(one) for one in (*found, measure(x))]
+    yield "moved", moved
 
 
-def _fractions(size: int) -> list[int]:
-    """The size, a quarter, a sixteenth … down to 64."""
-    return sorted(size // 4**power for power in range(8) if size // 4**power >= 64)
+def _sizes(seed: int, setting: FixedPointSetting, device: str) -> Found:
+    """What becomes of Gaussian samples of growing size, standardized each time, for both signs.
 
-
-def _lifetime(size: int, steps: int, seeds: int, device: str) -> Lifetime:
-    contract = contraction("standardize", WIDTH, TEMPERATURE)
-    lives = []
-    for seed in range(seeds):
-        x = STARTS["gaussian"](size, WIDTH, torch.Generator().manual_seed(seed)).to(device)
-        clouds = iterate(contract(x), contract, TEMPERATURE, steps)
+    With values x, the steps until they are VISIBLE away from a Gaussian; with −x, their radius.
+    """
+    contract, found = contraction("standardize", setting.width, setting.temperature), {}
+    for size in setting.sizes:
+        x = STARTS["gaussian"](size, setting.width, torch.Generator().manual_seed(seed)).to(device)
+        x = contract(x)
+        clouds = iterate(x, contract, setting.temperature, setting.steps)
         outside = (step for step, (x, _) in enumerate(clouds) if not measure(x).energy <= VISIBLE)
-        lives.append(next(outside, steps))
-    return Lifetime(size, tuple(lives))
-
-
-def _answer(
-    growths: Sequence[Growth],
-    paths: Sequence[Path],
-    cells: Sequence[Cell],
-    null: float,
-) -> tuple[str, ...]:
-    """What was found, in sentences that the numbers decide."""
-    repels = all(one.measured > 1 for one in growths)
-    gaussian = [cell for cell in cells if _is_gaussian(cell, null)]
-    still = [cell for cell in cells if all(t.moved < STILL for t in cell.traces)]
-    away = sorted({cell.contraction for cell in cells if "runs away" in cell.fates})
-    worst = max(abs(one.measured / one.predicted - 1) for one in growths)
-    ends = ", ".join(f"{p.start} {p.kurtosis[-1]:+.2f}" for p in paths)
-    return (
-        "Is the fixed point Gaussian? "
-        + ("No: a Gaussian is a fixed point" if repels else "A Gaussian is a fixed point")
-        + (" that repels." if repels else "."),
-        f"A small k-th cumulant grows by 1 + k/(Tᵏ⁻²(1 + T)) a step (measured within {worst:.0e}).",
-        f"On a line, kurtosis ends at: {ends}. (−2 is two points; a Gaussian leaves by rounding.)",
-        f"Of {len(cells)} starts and contractions, {len(gaussian)} end Gaussian; {len(still)} came "
-        f"to rest within the steps given. Runs away: {', '.join(away) or 'none'}.",
-    )
-
-
-def _is_gaussian(cell: Cell, null: float) -> bool:
-    energy, _ = cell.last("energy")
-    return energy <= null and cell.fates == "stays spread"
+        steps = next(outside, setting.steps)
+        *_, (last, _) = iterate(x, contract, setting.temperature, setting.steps, REPEL)
+        found[str(size)] = {"steps": steps, "radius": measure(last).radius}
+    return found

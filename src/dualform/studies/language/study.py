@@ -6,6 +6,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from dualform.studies.data import fingerprint
 from dualform.studies.language.findings import findings
 from dualform.studies.language.measure import LanguageMeasurement
 from dualform.studies.language.pictures import draw
@@ -38,7 +39,9 @@ def run_study(
         for name in setting.tasks
         for seed in range(seeds)
     }
-    found = run_parts(out, asdict(setting), parts)
+    data_used = fingerprint(*(text.tokens for text in texts.values()))
+    kept = {**asdict(setting), "device": device, "data": data_used}
+    found = run_parts(out, kept, parts)
     by_model = {
         name: [found[f"{name} seed {seed}"] for seed in range(seeds)] for name in setting.tasks
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from dualform.studies.data import fingerprint
 from dualform.studies.mnist.findings import findings
 from dualform.studies.mnist.measure import MnistMeasurement
 from dualform.studies.mnist.pictures import draw
@@ -35,7 +36,9 @@ def run_study(
     setting = setting.fitted(images)
     measure = MnistMeasurement(setting, images, tests, device, out)
     parts = {f"seed {seed}": partial(measure.seed, seed) for seed in range(seeds)}
-    found = run_parts(out, asdict(setting), parts)
+    data_used = fingerprint(images.pixels, images.y, tests.pixels, tests.y)
+    kept = {**asdict(setting), "device": device, "data": data_used}
+    found = run_parts(out, kept, parts)
     results = MnistResults(setting, tests.classes, [found[name] for name in parts])
     own = asdict(setting)
     settings = {**own.pop("training"), **own, "seeds": seeds, "device": device}

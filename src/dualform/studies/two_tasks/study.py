@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
+from dualform.studies.data import fingerprint
 from dualform.studies.parts import run_parts
 from dualform.studies.report import Report
 from dualform.studies.two_tasks.findings import findings
@@ -36,7 +37,9 @@ def run_study(
         for seed in range(seeds)
         for how, one in (("together", measure.together), ("in sequence", measure.in_sequence))
     }
-    found = run_parts(out, asdict(setting), parts)
+    pictures = [part for one in (tasks, tests) for part in (one.images.pixels, one.images.y)]
+    kept = {**asdict(setting), "device": device, "data": fingerprint(*pictures)}
+    found = run_parts(out, kept, parts)
     together, sequences = (
         [found[f"seed {seed} {how}"] for seed in range(seeds)]
         for how in ("together", "in sequence")
