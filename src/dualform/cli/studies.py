@@ -175,7 +175,7 @@ def controls(
     as_json: bool,
     workers: int,
 ) -> None:
-    """What attention tells that simpler things do not: controls."""
+    """What attention tells beyond simpler things."""
     from dualform.studies.controls import SETTINGS, run_study
     from dualform.studies.data import data_folder
 
