@@ -82,10 +82,10 @@ def _given(results: MnistResults) -> Iterator[str]:
         if (one := results.votes("given", layer, side)) is not None
     ]
     least = min(found, key=lambda one: one.mean)
-    word = "always" if least.mean == 100 else f"for at least {least} %"
+    word = "always largest" if least.mean == 100 else f"largest for at least {least} %"
     yield (
         "Of the exact contributions to the output that was given, those of its own class are "
-        f"largest {word}, in every layer and through the network."
+        f"{word}, in every layer and through the network."
     )
 
 
