@@ -50,3 +50,12 @@ def estimate(values: Iterable[float], scale: float = 1.0) -> Estimate:
         return Estimate(mean, math.nan, len(found))
     t = T_97_5[free - 1] if free <= len(T_97_5) else 1.96 + 2.4 / free
     return Estimate(mean, t * statistics.stdev(found) / math.sqrt(len(found)), len(found))
+
+
+def differs(found: Estimate, other: float = 0.0) -> bool:
+    """Whether an interval leaves a number out; without an interval, nothing is known.
+
+    >>> differs(Estimate(1.0, 0.5, 3)), differs(Estimate(1.0, 2.0, 3))
+    (True, False)
+    """
+    return abs(found.mean - other) > found.interval

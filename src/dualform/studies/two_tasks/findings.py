@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dualform.studies.estimate import Estimate, estimate
+from dualform.studies.estimate import Estimate, differs, estimate
 from dualform.studies.two_tasks.attention import NETWORK
 from dualform.studies.two_tasks.measure import FORGOTTEN, KEPT
 from dualform.studies.two_tasks.overwriting import CULPRITS
@@ -27,15 +27,6 @@ def findings(results: TwoTasksResults) -> tuple[str, ...]:
         *_margins(results),
         *_momentum(results),
     )
-
-
-def differs(found: Estimate, other: float = 0.0) -> bool:
-    """Whether an interval leaves a number out; without an interval, nothing is known.
-
-    >>> differs(Estimate(1.0, 0.5, 3)), differs(Estimate(1.0, 2.0, 3))
-    (True, False)
-    """
-    return abs(found.mean - other) > found.interval
 
 
 def _forgetting(results: TwoTasksResults) -> Iterator[str]:
