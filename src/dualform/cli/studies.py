@@ -82,6 +82,19 @@ def uea(data: Path | None, out: Path | None, as_json: bool, **chosen: Any) -> No
     print_json(uea.summary(results)) if as_json else print_results(uea.table(results))
 
 
+@study.command()
+@study_options("collapse")
+def collapse(
+    data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
+) -> None:
+    """Which masks, norms and widths let tokens become alike?"""
+    from dualform.studies.collapse import SETTINGS, run_study
+    from dualform.studies.data import data_folder
+
+    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out)
+    show_report(report, out, as_json)
+
+
 @study.command("fixed-point")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("runs/fixed-point"), show_default=True
