@@ -112,6 +112,19 @@ def image_attention(
     show_report(report, out, as_json)
 
 
+@study.command()
+@study_options("collapse")
+def collapse(
+    data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
+) -> None:
+    """Which masks, norms and widths let tokens become alike?"""
+    from dualform.studies.collapse import SETTINGS, run_study
+    from dualform.studies.data import data_folder
+
+    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out)
+    show_report(report, out, as_json)
+
+
 @study.command("fixed-point")
 @study_options("fixed-point", needs_data=False)
 def fixed_point(setting: str, seeds: int | None, device: str, out: Path, as_json: bool) -> None:

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from dualform.attention import MultiheadAttention
 from dualform.attention.kinds import averages
+from dualform.attention.shapes import wide
 
 ARGUMENTS = (
     "query",
@@ -165,4 +166,4 @@ def _weights(
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return torch.softmax(scores.float(), -1).nan_to_num(0.0)
+    return torch.softmax(wide(scores), -1).nan_to_num(0.0)
