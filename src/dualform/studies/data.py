@@ -98,7 +98,7 @@ def first_of_each(groups: Tensor, count: int) -> Tensor:
     return torch.cat([torch.nonzero(groups == one).flatten()[:count] for one in classes])
 
 
-def fingerprint(*data: Tensor) -> str:
+def fingerprint(*data: Tensor | str) -> str:
     """A checksum of a study's data: what it keeps of its parts holds for these data only.
 
     >>> fingerprint(torch.zeros(2), torch.ones(1)), fingerprint(torch.zeros(3))
@@ -106,7 +106,7 @@ def fingerprint(*data: Tensor) -> str:
     """
     found = 0
     for part in data:
-        found = zlib.crc32(raw(part), found)
+        found = zlib.crc32(part.encode() if isinstance(part, str) else raw(part), found)
     return f"{found:08x}"
 
 

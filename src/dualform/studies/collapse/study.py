@@ -13,7 +13,7 @@ from dualform.studies.collapse.pictures import draw
 from dualform.studies.collapse.results import CollapseResults
 from dualform.studies.collapse.setting import CollapseSetting
 from dualform.studies.collapse.training import HiddenCharacters
-from dualform.studies.data import read_text
+from dualform.studies.data import fingerprint, read_text
 from dualform.studies.parts import Found, run_parts
 from dualform.studies.report import Report
 
@@ -29,9 +29,11 @@ def run_study(
     Args:
         seeds: of random networks and of trained ones; by default as many as the setting has.
     """
-    measure = CollapseMeasurement(setting, HiddenCharacters(read_text(data, TEXT), setting), device)
+    text = read_text(data, TEXT)
+    measure = CollapseMeasurement(setting, HiddenCharacters(text, setting), device)
     counts = (seeds or setting.seeds, seeds or setting.trained_seeds)
-    found = run_parts(out, asdict(setting), parts_of(measure, *counts))
+    kept = {**asdict(setting), "device": device, "data": fingerprint(text)}
+    found = run_parts(out, kept, parts_of(measure, *counts))
     results = CollapseResults(
         setting,
         [found[f"random seed {seed}"] for seed in range(counts[0])],
