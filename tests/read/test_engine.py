@@ -31,7 +31,7 @@ from dualform.ledger.tensors import MappedFile, TensorFile
 from dualform.read import Run
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import BlockFold, Engine, Fold, RowReader, Serial, ShardRange, Threads
-from dualform.read.progress import watched
+from dualform.read.progress import LateProgress, watched
 from dualform.read.queries import LastVisits
 from dualform.recording.recorder import Recorder
 
@@ -416,3 +416,18 @@ def test_a_watcher_can_cancel(workers: int, made: Callable[[str], Made]) -> None
         reading.samples()
     assert len(told) == 1
     assert not [t for t in threading.enumerate() if t.name.startswith("dualform-fold")]
+
+
+def test_a_bar_is_for_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A log file gets not even an empty line."""
+    monkeypatch.setattr("dualform.read.progress.PATIENCE", -1.0)
+    for forced, bar in (("", ""), ("1", "reading a layer")):
+        monkeypatch.setenv("FORCE_COLOR", forced)
+        with LateProgress("a layer", 4) as progress:
+            progress.advance(1)
+            progress.advance(1)
+        shown = capsys.readouterr().err
+        assert bar in shown
+        assert bool(shown) == bool(bar)

@@ -104,6 +104,8 @@ class LateProgress:
         elif self._bar is not None:
             self._bar.update(self._task, completed=done)
         elif time.monotonic() - self._began > PATIENCE:
-            self._bar = Progress(console=Console(stderr=True), transient=True)
+            console = Console(stderr=True)
+            watched = console.is_terminal or console.is_jupyter
+            self._bar = Progress(console=console, transient=True, disable=not watched)
             self._task = self._bar.add_task(self._doing, total=self._total)
             self._bar.start()
