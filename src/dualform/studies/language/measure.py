@@ -262,8 +262,10 @@ class LanguageMeasurement:
         words = [corpus.vocabulary[token] for token in prompts.foretold.tolist()]
         kinds = [KINDS[int(place >= 0)] for place in prompts.places]
         titles = [
-            f"{kind} prompt {at}, foretells {word!r}"
-            for at, (kind, word) in enumerate(zip(kinds, words, strict=True))
+            f"{kind} prompt {at}, foretells {word!r}, output {token}"
+            for at, (kind, word, token) in enumerate(
+                zip(kinds, words, prompts.foretold.tolist(), strict=True)
+            )
         ]
         file = self.out / f"{self.name}.npz"
         np.savez(file, x=prompts.x.numpy(), titles=np.array(titles), texts=np.array(texts))
