@@ -29,7 +29,8 @@ def run_study(
     Args:
         seeds: of random networks and of trained ones; by default as many as the setting has.
     """
-    measure = CollapseMeasurement(setting, HiddenCharacters(read_text(data, TEXT), setting), device)
+    task = HiddenCharacters(read_text(data, TEXT), setting)
+    measure = CollapseMeasurement(setting, task, device)
     counts = (seeds or setting.seeds, seeds or setting.trained_seeds)
     found = run_parts(out, asdict(setting), parts_of(measure, *counts))
     results = CollapseResults(
@@ -39,6 +40,7 @@ def run_study(
             one: [found[f"trained seed {seed} {one.name}"] for seed in range(counts[1])]
             for one in setting.trained()
         },
+        task.loss_of_frequencies,
     )
     own = asdict(setting) | {"seeds": counts[0], "trained_seeds": counts[1], "device": device}
     return Report(
