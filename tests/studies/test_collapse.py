@@ -155,6 +155,10 @@ def test_training_teaches_hidden_characters() -> None:
     assert float(hidden.float().mean()) == pytest.approx(setting.hidden, abs=0.02)
     words = ["".join(task.alphabet[at] for at in row) for row in told[:20].tolist()]
     assert all(word in TEXT for word in words)
+    learned_from, (_, asked_for, letters) = TEXT[: int(len(TEXT) * 0.9)], task.test
+    hidden_letters = [task.alphabet[at] for at in letters[asked_for].tolist()]
+    logs = [-math.log(learned_from.count(c) / len(learned_from)) for c in hidden_letters]
+    assert task.loss_of_frequencies == pytest.approx(sum(logs) / len(logs))
     assert bool((asked[hidden] == len(task.alphabet)).all())
     assert torch.equal(asked[~hidden], told[~hidden])
 
@@ -206,7 +210,7 @@ def test_sentences_follow_the_numbers() -> None:
     }
     from dualform.studies.collapse.findings import findings
 
-    said = findings(CollapseResults(TINY, seeds, trained))
+    said = findings(CollapseResults(TINY, seeds, trained, loss_of_frequencies=1.9))
     assert "complete 0.01 ± 0" in said[0]
     assert "sliding 0.9 ± 0" in said[0]
     assert said[1] == (
@@ -215,6 +219,11 @@ def test_sentences_follow_the_numbers() -> None:
     )
     assert "of single blocks says nothing under sliding:" in " ".join(said)
     assert "nowhere beyond chance" in " ".join(said)
+    assert "are 0 of 11 trained networks." in said[-1]
+    better = findings(CollapseResults(TINY, seeds, trained, loss_of_frequencies=2.1))
+    assert (
+        "are 11 of 11 trained networks: complete, pre-norm, residual, d_qk 8: 2 ± 0;" in better[-1]
+    )
 
 
 def test_the_command_runs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from dualform.studies.collapse.results import (
     FLOOR,
     CollapseResults,
     at,
     distance_factor,
-    last,
+    last_share,
     loss,
     relative_factor,
     size,
@@ -41,7 +42,10 @@ def _attention_alone(results: CollapseResults) -> Iterator[str]:
     factors = {mask: results.random(Architecture(mask), relative_factor) for mask in MASKS}
     each = ", ".join(f"{mask} {found}" for mask, found in factors.items())
     yield f"Attention alone multiplies μ/‖X‖ by so much a block: {each}."
-    ends = {mask: results.random(Architecture(mask), last("relative")).mean for mask in MASKS}
+    ends = {
+        mask: fmean(one["relative"][-1] for one in results.each(Architecture(mask)))
+        for mask in MASKS
+    }
     one, not_one = (
         [mask for mask, end in ends.items() if (end < ONE) == want] for want in (True, False)
     )
@@ -105,11 +109,11 @@ def _residuals(results: CollapseResults) -> Iterator[str]:
     depth = results.setting.depth
     for norm in ("pre", "post"):
         ends = {
-            mask: results.random(Architecture(mask, norm, residual=True), last("relative"))
+            mask: results.random(Architecture(mask, norm, residual=True), last_share)
             for mask in MASKS
         }
         each = ", ".join(f"{mask} {end}" for mask, end in ends.items())
-        yield f"With residuals and {norm}-norm, μ/‖X‖ is after {depth} blocks: {each}."
+        yield f"With residuals and {norm}-norm, log₁₀ μ/‖X‖ is after {depth} blocks: {each}."
 
 
 def _scale(results: CollapseResults) -> Iterator[str]:
@@ -174,13 +178,24 @@ def _trained(results: CollapseResults) -> Iterator[str]:
         each = "; ".join(
             f"{one.norm if one.norm != 'none' else 'no'} norm: loss "
             f"{results.trained(one, at('after', loss))}, log₁₀ μ/‖X‖ "
-            f"{results.trained(one, at('after', lambda found: size(found['relative'][-1])))}"
+            f"{results.trained(one, at('after', last_share))}"
             for one in kinds
         )
         yield f"Trained {name} residuals (complete mask): {each}."
-    losses = {mask: results.trained(replace(usual, mask=mask), at("after", loss)) for mask in MASKS}
-    each = ", ".join(f"{mask} {found}" for mask, found in losses.items())
-    yield f"The losses of the trained networks by mask: {each}."
+    yield _learned(results)
+
+
+def _learned(results: CollapseResults) -> str:
+    """Which trained networks use more than how often characters are."""
+    baseline = results.loss_of_frequencies
+    losses = {one: results.trained(one, at("after", loss)) for one in results.setting.trained()}
+    learned = {a: found for a, found in losses.items() if found.mean + found.interval < baseline}
+    each = "; ".join(f"{one.name_in_words}: {found}" for one, found in learned.items())
+    return (
+        f"How often each character is gives a loss of {baseline:.3f}. Beyond chance below it, so "
+        f"that they use other tokens, are {len(learned)} of {len(losses)} trained networks"
+        f"{': ' + each if each else ''}."
+    )
 
 
 def _list(words: Sequence[str]) -> str:

@@ -75,6 +75,7 @@ def _random(plt: Any, results: CollapseResults) -> Any:
             found = results.each(Architecture(mask, *kind))
             _curve(axes, [one["relative"] for one in found], color=color, label=mask)
         axes.set_yscale("log")
+        axes.minorticks_off()
         low = axes in grid[1]
         _clean(
             axes, kind_name(*kind), "blocks" if low else "", "μ/‖X‖" if kind[0] == "none" else ""

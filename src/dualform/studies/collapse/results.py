@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from dualform.diagnose import MaskGraph, mask_graph
 from dualform.studies.collapse.setting import MASKS, NORMS, Architecture, CollapseSetting, kind_name
@@ -14,7 +15,7 @@ from dualform.studies.report import Cell, NumberTable
 
 FLOOR = 1e-12
 """Shares below this are rounding, in float64."""
-DIGITS = 6
+DIGITS = 4
 """So many digits after the point are good in what is averaged."""
 KINDS = tuple((norm, residual) for residual in (False, True) for norm in NORMS)
 """Norm and residual, without residuals first."""
@@ -40,15 +41,6 @@ def size(value: float) -> float:
     return math.log10(max(value, FLOOR))
 
 
-def mean(values: Sequence[float]) -> float:
-    """The mean.
-
-    >>> mean([1.0, 2.0])
-    1.5
-    """
-    return sum(values) / len(values)
-
-
 @dataclass(frozen=True)
 class CollapseResults:
     """What was found with each seed."""
@@ -56,6 +48,8 @@ class CollapseResults:
     setting: CollapseSetting
     random_found: Sequence[Mapping[str, Found]]
     trained_found: Mapping[Architecture, Sequence[Found]]
+    loss_of_frequencies: float
+    """Of who knows how often each character is, and does not look around."""
 
     @property
     def width_qk(self) -> int:
@@ -186,7 +180,7 @@ class CollapseResults:
         )
 
     def _trained(self) -> Iterator[NumberTable]:
-        tokens = {"log₁₀ μ/‖X‖": BY_KIND["log₁₀ μ/‖X‖"], "stable rank": last("stable_rank")}
+        tokens = {"log₁₀ μ/‖X‖": last_share, "stable rank": last("stable_rank")}
         others = {"contraction, mean of blocks": all_contraction, "loss": loss}
         for title, columns, note in (
             (f"tokens after {self.setting.trained_depth} trained blocks", tokens, ""),
@@ -240,7 +234,7 @@ def all_contraction(found: Found) -> float:
     >>> all_contraction({"contraction": [0.5, 1.0]})
     0.75
     """
-    return mean(found["contraction"])
+    return fmean(found["contraction"])
 
 
 def loss(found: Found) -> float:
@@ -261,6 +255,15 @@ def last(name: str) -> Callable[[Found], float]:
     return lambda found: float(found[name][-1])
 
 
+def last_share(found: Found) -> float:
+    """log₁₀ μ/‖X‖ after the last block.
+
+    >>> last_share({"relative": [1.0, 0.01]})
+    -2.0
+    """
+    return size(found["relative"][-1])
+
+
 def at(when: str, what: Callable[[Found], float]) -> Callable[[Found], float]:
     """Something of a network before it was trained, or after.
 
@@ -272,7 +275,7 @@ def at(when: str, what: Callable[[Found], float]) -> Callable[[Found], float]:
 
 BY_KIND: dict[str, Callable[[Found], float]] = {
     "log₁₀ μ": lambda found: size(found["distance"][-1]),
-    "log₁₀ μ/‖X‖": lambda found: size(found["relative"][-1]),
+    "log₁₀ μ/‖X‖": last_share,
     "stable rank": last("stable_rank"),
     "mean |cos|": last("cosine"),
 }

@@ -30,7 +30,8 @@ def run_study(
         seeds: of random networks and of trained ones; by default as many as the setting has.
     """
     text = read_text(data, TEXT)
-    measure = CollapseMeasurement(setting, HiddenCharacters(text, setting), device)
+    task = HiddenCharacters(text, setting)
+    measure = CollapseMeasurement(setting, task, device)
     counts = (seeds or setting.seeds, seeds or setting.trained_seeds)
     kept = {**asdict(setting), "device": device, "data": fingerprint(text)}
     found = run_parts(out, kept, parts_of(measure, *counts))
@@ -41,6 +42,7 @@ def run_study(
             one: [found[f"trained seed {seed} {one.name}"] for seed in range(counts[1])]
             for one in setting.trained()
         },
+        task.loss_of_frequencies,
     )
     own = asdict(setting) | {"seeds": counts[0], "trained_seeds": counts[1], "device": device}
     return Report(

@@ -57,6 +57,14 @@ class HiddenCharacters:
         """The windows that every network is tested on."""
         return self.windows(CHECKED, torch.Generator().manual_seed(0), held_out=True)
 
+    @cached_property
+    def loss_of_frequencies(self) -> float:
+        """The loss of who tells each hidden character by how often characters are, and no more."""
+        own = self._ids[: int(len(self._ids) * (1 - HELD_OUT))]
+        shares = torch.bincount(own, minlength=len(self.alphabet)).clamp_min(1).double()
+        _, hidden, told = self.test
+        return float(-(shares / shares.sum()).log()[told[hidden]].mean())
+
     def make(self, architecture: Architecture, seed: int) -> Reader:
         """A network that is not trained yet."""
         torch.manual_seed(seed)
