@@ -311,7 +311,9 @@ def test_what_a_kind_cannot_follow_in_a_decoder_is_refused() -> None:
     )
     with pytest.raises(AttentionError, match="have one weight each, but here queries see differ"):
         build(*PAIRS["t5"], "dualform_scaled_heads")(**given)
-    with pytest.raises(AttentionError, match=r"position bias of T5 .* kind='hyper' only hides"):
+    with pytest.raises(
+        AttentionError, match=r"position bias of T5 .* kind='hyper' with scores='rms' only hides"
+    ):
         build(*PAIRS["t5"], "dualform_hyper")(**given)
     with pytest.raises(AttentionError) as caught:
         build(LlamaForCausalLM, LLAMA, "dualform_ridge")(tokens(1, 1))

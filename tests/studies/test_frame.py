@@ -15,6 +15,7 @@ from filelock import FileLock
 from torch import Tensor
 
 import dualform
+from dualform.cli.studies import study
 from dualform.errors import EvaluationError, ReadingError
 from dualform.studies.classifiers import Training, shuffled, train
 from dualform.studies.data import CIFAR_RECORD, DIGITS, Images, load_images
@@ -23,9 +24,10 @@ from dualform.studies.parts import run_parts
 from dualform.studies.report import NumberTable, Picture, Report, read_tables
 
 PAGES = Path(__file__).parents[2] / "docs" / "studies"
+STUDIES = sorted(page for page in PAGES.glob("*.md") if page.stem != "README")
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", STUDIES, ids=lambda page: page.stem)
 def test_tables_on_a_page_are_those_of_the_study(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     tables = [t for found in sorted((PAGES / page.stem).glob("*.json")) for t in read_tables(found)]
@@ -34,7 +36,7 @@ def test_tables_on_a_page_are_those_of_the_study(page: Path) -> None:
         assert table.markdown() in text, table.title
 
 
-@pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", STUDIES, ids=lambda page: page.stem)
 def test_a_page_says_which_command_made_its_numbers(page: Path) -> None:
     assert f"dualform study {page.stem}" in page.read_text(encoding="utf-8")
 
@@ -168,3 +170,9 @@ def test_the_recorded_training_is_the_plain_one(tmp_path: Path) -> None:
     preview = run.samples.preview(13)
     assert preview is not None
     assert torch.equal(torch.as_tensor(preview.data), pixels[13])
+
+
+def test_the_index_names_every_study() -> None:
+    index = (PAGES / "README.md").read_text(encoding="utf-8")
+    assert [page.stem for page in STUDIES if f"]({page.name})" not in index] == []
+    assert {page.stem for page in STUDIES} == set(study.commands)

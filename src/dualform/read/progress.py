@@ -79,6 +79,8 @@ class LateProgress:
 
     def __init__(self, name: str, total: float, doing: str = "") -> None:
         self._doing, self._total, self._done = doing or f"reading {name}", total, 0.0
+        self._shown = 0.0
+        """How far it was when it was told last."""
         self._watcher = _watcher.get()
         self._began = time.monotonic()
         self._bar: Progress | None = None
@@ -97,8 +99,11 @@ class LateProgress:
         self.tell()
 
     def tell(self, begun: float = 0.0) -> None:
-        """Tells how far it is, with the share that is done of what comes next."""
-        done = self._done + begun
+        """Tells how far it is, with the share that is done of what comes next.
+
+        It never goes back: what comes next may be several reads, each of which begins at none.
+        """
+        self._shown = done = max(self._shown, self._done + begun)
         if self._watcher is not None:
             self._watcher(self._doing, min(1.0, done / max(1, self._total)))
         elif self._bar is not None:
