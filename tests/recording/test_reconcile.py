@@ -344,3 +344,17 @@ def test_half_of_the_elements_are_pruned(optimizer: str, tmp_path: Path) -> None
 
     lines = audited(OPTIMIZERS[optimizer], tmp_path / "run", nothing, nothing, prune)
     assert lines["2.weight"].granularity == "step"
+
+
+def test_wide_layers_are_compared_as_exactly_as_products_of_doubles_are(tmp_path: Path) -> None:
+    """The smallest steps, one a hand-over: all that is left is the comparison's own rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3000, 40), nn.Tanh(), nn.Linear(40, 3000))
+    optimizer = SGD(model.parameters(), lr=1e-9)
+    with dualform.record(model, optimizer, tmp_path / "run", strict=True) as recorder:
+        for _ in range(8):
+            model(torch.randn(4, 3000)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.checkpoint()
+    assert dualform.open(tmp_path / "run").audit().coverage == 1.0

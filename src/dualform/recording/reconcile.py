@@ -326,13 +326,16 @@ class Reconciler:
 
     def _is_missed(self, name: str, end: Tensor, after: Tensor, allowed: float, steps: int) -> bool:
         """Whether a book is farther from its end than allowed, and than rounding may carry it."""
-        is_ = self._followed[name].of_weights(after)
+        book = self._followed[name]
+        is_ = book.of_weights(after)
         gap = float((is_ - end).norm())
         if gap <= allowed:
             return False
-        whole = self._followed[name].columns is None
-        size = torch.linalg.vector_norm(after if whole else is_, dtype=torch.float64)
-        places = max(steps, 1) * torch.finfo(after.dtype).eps * float(size)
+        whole = book.columns is None
+        size = float(torch.linalg.vector_norm(after if whole else is_, dtype=torch.float64))
+        places = max(steps, 1) * torch.finfo(after.dtype).eps * size
+        if whole and book.look.vectors is not None:  # their products with weights are rounded, too
+            allowed += torch.finfo(torch.float64).eps * float(book.look.vectors.norm()) * size
         return not gap <= allowed + ROUNDINGS * places
 
 
