@@ -19,7 +19,7 @@ CPU = "https://download.pytorch.org/whl/cpu"
 PACKAGES = [
     "beartype", "click", "filelock", "fsspec", "hypothesis", "jaxtyping", "Jinja2", "matplotlib",
     "networkx", "numpy", "packaging", "pandas", "psutil", "pytest", "pytest-xdist", "rich",
-    "safetensors", "scikit-learn", "sympy", "typing_extensions", "zlib-ng",
+    "safetensors", "scikit-learn", "sympy", "typing_extensions", "xxhash", "zlib-ng",
 ]  # fmt: skip
 """What dualform, torch and the tests of recording and reading need."""
 NO_DEVICE = 100

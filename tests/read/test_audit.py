@@ -76,3 +76,31 @@ def test_other_remainders_are_not(tmp_path: Path) -> None:
     assert audit.beyond_rounding == list(audit.books)
     named = ", ".join(book.name for book in audit.books[:3])
     assert f"more than rounding of the stored weights can be: {named}" in repr(audit)
+
+
+def test_a_remainder_is_the_rounding_of_all_steps_added_up(tmp_path: Path) -> None:
+    """Of SGD with momentum: each weight is rounded, and each momentum, which goes on to count."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 5))
+    rate, momentum, data = 0.01, 0.5, torch.randn(200, 30)
+    optimizer = SGD(model.parameters(), lr=rate, momentum=momentum)
+    rounded = {name: torch.zeros_like(p).double() for name, p in model.named_parameters()}
+    buffers = {name: torch.zeros_like(p).double() for name, p in model.named_parameters()}
+    with dualform.record(model, optimizer, tmp_path / "run", strict=True) as recorder:
+        for _ in range(400):
+            ids = torch.randint(200, (16,))
+            recorder.samples(ids)
+            optimizer.zero_grad()
+            (model(data[ids]) - data[ids, :5]).square().mean().backward()
+            before = {name: p.detach().double() for name, p in model.named_parameters()}
+            optimizer.step()
+            for name, p in model.named_parameters():
+                now = optimizer.state[p]["momentum_buffer"].double()
+                assert p.grad is not None
+                off = now - (momentum * buffers[name] + p.grad.double())
+                rounded[name] += p.detach().double() - (before[name] - rate * now)
+                rounded[name] -= rate * off / (1 - momentum)
+                buffers[name] = now
+    for book in dualform.open(tmp_path / "run").audit().books:
+        found = float(rounded[book.name].norm()) / book.change
+        assert book.remainder == pytest.approx(found, rel=0.02), book.name

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import accumulate, pairwise
+from secrets import randbits
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from xxhash import xxh3_128
 
 from dualform.ledger.format import Declaration
 from dualform.ledger.tensors import raw
@@ -121,6 +122,8 @@ class KnownKeys:
     """How many visits of those were seen again."""
     found: int = 0
     """How many of these had known keys."""
+    seed: int = field(default_factory=lambda: randbits(64))
+    """Of the fingerprints: data that were made to have the same ones cannot know it."""
     is_over: bool = False
     """Whether keys are not looked at any more, because they do not come again."""
 
@@ -131,7 +134,7 @@ class KnownKeys:
         is_new = np.ones(len(counts), bool)
         if not self.is_over and counts.max(initial=0) * width >= LEAST_BYTES:
             keys = {full: [part.contiguous() for part in parts] for full, parts in keys.items()}
-            prints = _fingerprints(list(keys.values()), counts.tolist())
+            prints = _fingerprints(list(keys.values()), counts.tolist(), self.seed)
             self._watch(samples, prints)
             if not self.is_over:
                 is_new, places = self._place(prints, counts)
@@ -190,9 +193,11 @@ def _visits(name: str, arrays: Arrays) -> tuple[NDArray[np.int64], NDArray[np.in
     return np.concatenate(counts), np.concatenate(found)
 
 
-def _fingerprints(keys: Sequence[Sequence[Tensor]], counts: Sequence[int]) -> NDArray[np.uint64]:
+def _fingerprints(
+    keys: Sequence[Sequence[Tensor]], counts: Sequence[int], seed: int
+) -> NDArray[np.uint64]:
     """(visits, 2): 128 bits of each visit's keys."""
-    hashes = [blake2b(piece, digest_size=16) for piece in _pieces(keys[0], counts)]
+    hashes = [xxh3_128(piece, seed) for piece in _pieces(keys[0], counts)]
     for parts in keys[1:]:
         for each, piece in zip(hashes, _pieces(parts, counts), strict=True):
             each.update(piece)
