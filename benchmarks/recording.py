@@ -113,14 +113,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--batches", type=int, nargs="+", default=[64])
     parser.add_argument("--keep", nargs="+", default=["auto"], help="policies, each by itself")
-    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--steps", type=int, help="how many make a turn")
     parser.add_argument("--processor", action="store_true", help="count processor seconds")
     parser.add_argument("--folder", default=None, help="where the runs are written")
     options = parser.parse_args()
     for name, batch, keep in itertools.product(options.models, options.batches, options.keep):
         widths = MODELS[name]
-        usual = 300 if options.device != "cpu" or widths[0] < 100 else 12
+        usual = 150 if widths[0] > 100 else 1500  # several hand-overs to the writer a turn
         steps = options.steps or usual
         where = (options.device, steps, options.turns, options.folder)
         result, size, remainder = overhead(widths, batch, *where, policy(keep), options.processor)
