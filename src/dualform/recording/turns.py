@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dualform.recording.spot_checks import EVERY
 from dualform.recording.step_recorder import StepRecorder
 
-SECONDS, LEAST, MOST = 0.2, 32, 400
+SECONDS, LEAST, MOST = 0.1, 32, 400
 """The recorded steps of a turn take about so long, and are at least and at most so many."""
 LONG = 1.0
 """Where so many steps would take longer than this, a turn has fewer."""
@@ -117,7 +117,7 @@ def _steps_of_a_turn(seconds: float, step_bytes: float) -> int:
     A turn of few steps pays for a hand-over of all streams, which a run makes more seldom.
 
     >>> [_steps_of_a_turn(seconds, 1e6) for seconds in (1e-4, 1e-3, 0.02, 0.1, 3.0)]
-    [400, 200, 32, 10, 1]
+    [400, 100, 32, 10, 1]
     >>> _steps_of_a_turn(0.02, 1e8)
     5
     """
