@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 
 import dualform
 from dualform.cli import cli
-from dualform.errors import ReadingError
+from dualform.errors import EvaluationError, ReadingError
 from dualform.studies.class_parts import by_group
 from dualform.studies.classifiers import Training, train
 from dualform.studies.report import Report, read_tables
@@ -230,6 +230,14 @@ def test_an_interrupted_study_goes_on(
         table.markdown() for table in report[0].tables
     ]
     assert again.findings == report[0].findings
+
+
+def test_what_is_kept_holds_for_its_data_only(data: Path, tmp_path: Path) -> None:
+    study(data, tmp_path / "out", seeds=1)
+    for name, seed, count in (("mnist", 5, 80), ("fashion-mnist", 1, 90)):
+        write_images(tmp_path / "other" / name, seed, count)
+    with pytest.raises(EvaluationError, match=r"with other settings: data='[0-9a-f]{8}' \(there '"):
+        study(tmp_path / "other", tmp_path / "out", seeds=1)
 
 
 def test_where_nothing_is_learned_nothing_is_forgotten(data: Path, tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ class KnownKeys:
     found: int = 0
     """How many of these had known keys."""
     seed: int = field(default_factory=lambda: randbits(64))
-    """Of the fingerprints: data that were made to have the same ones cannot know it."""
+    """Fingerprints depend on it. Nobody can know it, and so make data whose fingerprints agree."""
     is_over: bool = False
     """Whether keys are not looked at any more, because they do not come again."""
 

@@ -120,8 +120,9 @@ class BookBases:
         table, of which all places are kept, and `width` (rows, width), or None for an offset.
         `offsets` are the biases that share the errors: they are kept in U as well.
 
-        If a book's first use has enough rows, its bases are used for that use already. Not so if
-        the use was kept otherwise before, as sums of offsets are: then not `at_once`.
+        If a book's first use has enough rows, that use is summarized already. `at_once` is False
+        where earlier rows of the book were stored in another way: then bases wait for the next
+        step.
         """
         known = self.found.get(book)
         if book in self._ready or (known is not None and book not in self.stale):

@@ -17,9 +17,9 @@ from dualform.recording.step_recorder import StepRecorder
 SECONDS, LEAST, MOST = 0.1, 32, 400
 """The recorded steps of a turn take about so long, and are at least and at most so many."""
 LONG = 1.0
-"""Where so many steps would take longer than this, a turn has fewer."""
+"""A turn has fewer steps than the least if they would take longer than so many seconds."""
 TURN_BYTES = 1 << 29
-"""And where they would store more than this."""
+"""A turn has fewer steps if they would store more bytes than these."""
 TURNS, FEWEST = 5, 3
 """So many turns are made; the fewest where one takes longer than `LONG`."""
 CHECKS = 3
