@@ -74,3 +74,25 @@ def test_several_rows_at_once_are_the_same(together: int) -> None:
     assert expected is not None
     assert torch.allclose(found[0].values, expected[0].values, rtol=1e-12)
     assert isinstance(wide, Repeated)
+
+
+def test_a_convolution_that_repeats_gives_the_same_records() -> None:
+    layout = {"kind": "patches", "kernel": [3], "stride": [1], "dilation": [1], "groups": 1}
+    stream = Stream("conv", (4, 9), (5, 9), {**layout, "padding": [[1, 1]]})
+    site = Site("conv.weight", {"conv.weight": Term("outer")})
+
+    def made() -> Reducer:
+        shapes = {"conv.weight": (5, 4, 3)}
+        return Reducer(site, stream, Summaries((2, 3)), shapes, BookBases())
+
+    repeating, afresh = made(), made()
+    torch.manual_seed(0)
+    for use in range(3):
+        x, e = torch.randn(SAMPLES, 36).double(), torch.randn(SAMPLES, 45).double()
+        afresh._last.clear()
+        order = (SAMPLES, 1)
+        found, expected = (r.reduce(x, e, order, is_new=False) for r in (repeating, afresh))
+        assert use == 0 or repeating._last
+        assert found is not None
+        assert expected is not None
+        torch.testing.assert_close(found[0].values, expected[0].values, rtol=1e-12, atol=1e-12)

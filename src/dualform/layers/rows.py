@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from dualform.layers.conv import at_positions, patches, responses
+from dualform.layers.patches import at_positions, patches, responses
 from dualform.layers.use import Rows
 from dualform.ledger import Stream
 from dualform.memory.blocks import by_group

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualform.layers import inner_products
-from dualform.layers.conv import at_positions
+from dualform.layers.patches import at_positions
 from dualform.ledger import Stream, Term
 from dualform.memory.forms import form_named
 from dualform.recording.pages import StreamRows

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.layers import conv
+from dualform.layers import patches
 from dualform.ledger import Stream, Term
 from dualform.memory.blocks import as_matrix, matrix_shape
 from dualform.memory.forms import form_named
@@ -357,7 +357,7 @@ def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width
     keys = records.keys.to(wide)
     if stream.layout:
         pairs = zip(keys.chunk(count), values.chunk(count), strict=True)  # all of one size
-        line = torch.stack([conv.gradient_row(stream, k, v, row - top) for k, v in pairs])
+        line = torch.stack([patches.gradient_row(stream, k, v, row - top) for k, v in pairs])
         line = line if records.shared is None else line * records.shared.to(wide)
         found[:, left : left + line.shape[1]] = line
         return found

@@ -91,7 +91,8 @@ class Reducer:
                 return None
             found.append(part)
         own = self._cast.get((found[0].book, values.dtype))
-        again = own and repeated(keys, values, order, found, own[1], self.stream)
+        sides = wide.sides(1)
+        again = own and repeated(keys, values, order, found, own[1], sides, self.stream)
         self._last[:] = [again] if again else []
         return found
 
@@ -167,10 +168,7 @@ class Reducer:
     def _summary(self, book: str, term: Term, wide: UseRows, bases: Bases) -> Reduced:
         """(samples, k_o, k_i): `Uᵀ (Σ e ⊗ x) V` of each sample."""
         own, (top, left) = self._own(book, bases, term, wide), term.at
-        if term.groups > 1:
-            summaries = wide.by_groups(term.groups)
-        else:
-            summaries = wide.along_errors(own.outputs).mT @ wide.along_inputs(own.inputs)
+        summaries = wide.by_groups(term.groups) if term.groups > 1 else wide.summaries(own)
         height, width = matrix_shape(self.shapes[book], term.view, term.groups)
         if bases.outputs is None:
             summaries = _placed(summaries.mT, top, height).mT

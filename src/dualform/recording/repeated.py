@@ -1,4 +1,4 @@
-"""Summaries of calls that are made again and again, in three products each.
+"""Summaries of calls that are made again and again, in a few products each.
 
 A training loop makes the same calls in every step. What a `Reducer` finds out of the shapes of one
 call holds for the next.
@@ -16,6 +16,7 @@ from torch import Tensor
 from dualform.ledger import Stream, Term
 from dualform.memory.summary import Bases
 from dualform.recording.bases import BookBases
+from dualform.recording.contraction import errors_along, summaries_of
 from dualform.recording.pages import Order
 
 ALIGNED, WIDE = 16, 4096
@@ -50,8 +51,9 @@ class Repeated(NamedTuple):
     """The last record, without its summaries."""
     offsets: tuple[Reduced, ...]
     """Those of offsets that are kept along the same errors."""
-    U: Tensor
-    V: Tensor
+    stream: Stream
+    U: Tensor | None
+    V: Tensor | None
     together: tuple[int, int] = (1, 1)
     """How many errors, and how many inputs, the bases are for: see `aligned`."""
 
@@ -64,15 +66,10 @@ class Repeated(NamedTuple):
             return None
         if keys.dtype != values.dtype or book in bases.stale or bases.found[book] is not like.bases:
             return None
-        a, b = (
-            (rows.reshape(-1, len(basis)) @ basis).view(order[0], -1, basis.shape[1] // together)
-            for rows, basis, together in (
-                (values, self.U, self.together[0]),
-                (keys, self.V, self.together[1]),
-            )
-        )
-        offsets = [offset._replace(values=a.sum(1)[..., None]) for offset in self.offsets]
-        return [like._replace(values=a.mT @ b), *offsets]
+        errors = errors_along(self.stream, values, self.U, order[0], self.together[0])
+        summaries = summaries_of(self.stream, keys, errors, self.V, self.together[1])
+        offsets = [offset._replace(values=errors.sum(1)[..., None]) for offset in self.offsets]
+        return [like._replace(values=summaries), *offsets]
 
 
 def repeated(
@@ -81,29 +78,35 @@ def repeated(
     order: Order,
     found: Sequence[Reduced],
     own: Bases,
+    sides: tuple[int, int],
     stream: Stream,
 ) -> Repeated | None:
     """How the next use can be reduced, after one of which these records were made.
 
-    `own` are the bases as far as a row reaches, in the type of the errors. None where the records
-    are more than one summary a sample and its offsets along U, or rows have to be sorted first.
+    `own` are the bases as far as a row reaches, in the type of the errors, and `sides` the height
+    and width of the block that a row adds. None where the records are more than one summary a
+    sample and its offsets along U, or rows have to be sorted first.
     """
     part, *offsets = found
     bases, (samples, stretch) = part.bases, order
-    if stream.layout or part.value_dims != 2 or part.term.groups > 1:
+    if part.value_dims != 2 or part.term.groups > 1:
         return None
-    if bases is None or own.outputs is None or own.inputs is None or keys.dtype != values.dtype:
+    if bases is None or bases.is_whole or keys.dtype != values.dtype:
+        return None
+    if own.size(sides) != tuple(part.values.shape[1:]):  # a row reaches a part of its weight
         return None
     if any(other.bases is None or other.bases.outputs is not bases.outputs for other in offsets):
         return None
-    rows = values.numel() // values.shape[-1]
+    rows = len(values) if stream.layout else values.numel() // values.shape[-1]
     if samples * stretch != rows:
         return None
-    (U, errors), (V, inputs) = aligned(own.outputs, rows), aligned(own.inputs, rows)
+    U, V, errors, inputs = own.outputs, own.inputs, 1, 1
+    if U is not None and V is not None and not stream.layout:
+        (U, errors), (V, inputs) = aligned(U, rows), aligned(V, rows)
     shape = (keys.shape, values.shape, values.dtype, order)
     like = part._replace(values=part.values[:0])
     along = tuple([other._replace(values=other.values[:0], reach=None) for other in offsets])
-    return Repeated(shape, like, along, U, V, (errors, inputs))
+    return Repeated(shape, like, along, stream, U, V, (errors, inputs))
 
 
 def aligned(basis: Tensor, rows: int) -> tuple[Tensor, int]:

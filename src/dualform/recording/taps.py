@@ -24,16 +24,19 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dualform.layers.composite import undelegated
-from dualform.layers.conv import at_positions, convolved, patches
 from dualform.layers.elementwise import rows_in_shape
+from dualform.layers.patches import at_positions, convolved, patches
 from dualform.ledger import Stream
 from dualform.private import checkpoint_in_graphs
+from dualform.recording.contraction import errors_along, summaries_of
 from dualform.recording.tap_calls import READ, READERS, Call
 
 TAPS = "_dualform_taps"
 """An attribute of a parameter: its taps."""
 SUMMARY, GROUPS, ALONG, RAW, LOOKUP = "summary", "groups", "along", "raw", "lookup"
 SUM, SCALE = "sum", "scale"
+PLAIN = Stream("", (), ())
+"""What calls see that are no convolutions."""
 EXACT_PLACES = 1 << 24
 """Places of a table are kept as 32-bit floats, which are exact up to here."""
 
@@ -123,8 +126,10 @@ def _records(
     found, has_rows = [], False
     for part in how.parts:
         if part == SUMMARY:
-            a = errors @ U if how.has_outputs else errors
-            found.append((a.mT @ _along(how, keys, V, samples)).reshape(samples, -1))
+            stream, given = (PLAIN, errors) if how.layout is None else (how.layout, e)
+            a = errors_along(stream, given, U if how.has_outputs else None, samples)
+            summaries = summaries_of(stream, keys.to(e.dtype), a, V if how.has_inputs else None)
+            found.append(summaries.reshape(samples, -1))
         elif part == GROUPS:
             groups = how.layout.layout["groups"]  # type: ignore[union-attr]
             b = patches(how.layout, keys)  # type: ignore[arg-type]

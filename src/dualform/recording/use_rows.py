@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from dualform.layers import Site, expand, inner_products
-from dualform.layers.conv import at_positions, patches
+from dualform.layers.patches import at_positions, patches
 from dualform.ledger import Stream
 from dualform.memory.forms import form_named
+from dualform.memory.summary import Bases
 from dualform.recording.bases import MOST_ROWS
+from dualform.recording.contraction import errors_along, summaries_of
 
 TRITON = find_spec("triton") is not None
 WIDEST = 8192
@@ -104,8 +106,12 @@ class UseRows:
 
     def along_errors(self, U: Tensor | None) -> Tensor:
         """(samples, rows, k_o): errors in the directions of U."""
-        errors = self.errors
-        return self._by_sample(errors if U is None else errors @ U)
+        return errors_along(self._stream, self._values, U, self.samples)
+
+    def summaries(self, bases: Bases) -> Tensor:
+        """(samples, k_o, k_i): `Uᵀ (Σ e ⊗ x) V` of each sample."""
+        errors, keys = self.along_errors(bases.outputs), self._keys.to(self._values)
+        return summaries_of(self._stream, keys, errors, bases.inputs)
 
     def along_inputs(self, V: Tensor | None) -> Tensor:
         """(samples, rows, k_i): inputs in the directions of V."""

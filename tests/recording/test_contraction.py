@@ -1,0 +1,57 @@
+"""A summary is `Uᵀ (Σ e ⊗ x) V`, whatever is multiplied first."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dualform.layers.patches import patches
+from dualform.ledger import Stream
+from dualform.recording.contraction import errors_along, summaries_of
+
+SAMPLES, HEIGHT, WIDTH = 3, 6, 10
+CONV = {
+    "kind": "patches",
+    "kernel": [3],
+    "stride": [1],
+    "dilation": [1],
+    "groups": 1,
+    "padding": [[1, 1]],
+}
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 200])  # few: inputs along V first; many: whole inputs
+@pytest.mark.parametrize(("k_o", "k_i"), [(2, 4), (None, 4), (2, None)])
+def test_summaries_of_rows(rows: int, k_o: int | None, k_i: int | None) -> None:
+    torch.manual_seed(rows)
+    stream = Stream("fc", (WIDTH,), (HEIGHT,))
+    keys, values = normal(SAMPLES * rows, WIDTH), normal(SAMPLES * rows, HEIGHT)
+    U, V = k_o and normal(HEIGHT, k_o), k_i and normal(WIDTH, k_i)
+    found = summaries_of(stream, keys, errors_along(stream, values, U, SAMPLES), V)
+    sums = torch.einsum(
+        "sro,sri->soi", values.view(SAMPLES, rows, HEIGHT), keys.view(SAMPLES, rows, WIDTH)
+    )
+    expected = sums if U is None else U.T @ sums
+    expected = expected if V is None else expected @ V
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("places", [3, 40])
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize(("k_o", "k_i"), [(2, 4), (None, 4), (2, None)])
+def test_summaries_of_patches(places: int, each: int, k_o: int | None, k_i: int | None) -> None:
+    torch.manual_seed(places)
+    stream = Stream("conv", (WIDTH, places), (HEIGHT, places), CONV)
+    records = SAMPLES * each
+    keys, values = normal(records, WIDTH * places), normal(records, HEIGHT * places)
+    U, V = k_o and normal(HEIGHT, k_o), k_i and normal(WIDTH * 3, k_i)
+    found = summaries_of(stream, keys, errors_along(stream, values, U, SAMPLES), V)
+    sums = values.view(records, HEIGHT, places) @ patches(stream, keys)
+    sums = sums.unflatten(0, (SAMPLES, each)).sum(1)
+    expected = sums if U is None else U.T @ sums
+    expected = expected if V is None else expected @ V
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
