@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dualform.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from dualform import attention as attention
     from dualform import compaction as compaction
@@ -38,8 +40,6 @@ if TYPE_CHECKING:
     from dualform.read import open_run as open
     from dualform.recording import Recorder, describe, record, summaries
     from dualform.recording.planning import RunPlan, plan
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Audit",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -856,3 +858,27 @@ def test_another_default_device(model: nn.Module, tmp_path: Path) -> None:
     audit = dualform.open(path).audit()
     assert audit.coverage == 1
     assert audit.remainder < 1e-12
+
+
+def test_a_source_tree_that_is_not_installed_records(tmp_path: Path) -> None:
+    """`PYTHONPATH=src` is enough: the version comes from the source."""
+    package = Path(dualform.__file__).parent
+    (tmp_path / "dualform").symlink_to(package)
+    program = (
+        "from importlib import metadata\n"
+        "known = metadata.distribution\n"
+        "def found(name):\n"
+        "    if name == 'dualform': raise metadata.PackageNotFoundError(name)\n"
+        "    return known(name)\n"
+        "metadata.distribution = found\n"
+        "import torch, dualform\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "with dualform.record(model, optimizer, 'run'):\n"
+        "    model(torch.ones(3, 2)).sum().backward(); optimizer.step()\n"
+        "print(dualform.open('run').audit().remainder < 1e-6, dualform.__version__)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.stdout.split() == ["True", dualform.__version__], ended.stderr

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from dualform.optimizers import Rule
 from dualform.recording.book_states import Note
 from dualform.recording.plan import Plan, state_tensors
 from dualform.recording.snapshots import buffered, memories, snapshot
+from dualform.version import __version__
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _metadata(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         "optimizer": type(optimizer).__name__,
         "settings": [{k: _plain(v) for k, v in g.items() if k != "params"} for g in groups],
         "versions": {
-            "dualform": version("dualform"),
+            "dualform": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
