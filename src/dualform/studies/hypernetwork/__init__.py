@@ -1,0 +1,1 @@
+"""Does attention as a hypernetwork generalize to new combinations of known rules?"""
