@@ -14,12 +14,12 @@ from dualform.version import __version__ as __version__
 if TYPE_CHECKING:
     from dualform import attention as attention
     from dualform import compaction as compaction
-    from dualform import diagnose as diagnose
     from dualform import evaluate as evaluate
     from dualform import families as families
     from dualform import studies as studies
     from dualform import testing as testing
     from dualform.compaction import Compaction, compact
+    from dualform.diagnose.callable import DiagnosePackage
     from dualform.errors import DualformError, DualformWarning
     from dualform.explore import view
     from dualform.memory import Memory
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from dualform.read import open_run as open
     from dualform.recording import Recorder, describe, record, summaries
     from dualform.recording.planning import RunPlan, plan
+
+    diagnose: DiagnosePackage
 
 __all__ = [
     "Audit",

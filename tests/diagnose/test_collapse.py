@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.diagnose.models import encoder, gpt2, vit
 from tests.diagnose.test_mask_graph import window
 from torch import Tensor, nn
 
@@ -95,12 +96,6 @@ def test_layer_norm_with_some_values_keeps_rank_two() -> None:
     assert one.stable_rank == pytest.approx(1, abs=1e-9)
     orthogonal = spread(ends(torch.linalg.qr(W).Q, angles[1:]))
     assert orthogonal.stable_rank == pytest.approx(1, abs=1e-3)
-
-
-def encoder(batch_first: bool = True, layers: int = 3, **options: Any) -> nn.TransformerEncoder:
-    torch.manual_seed(0)
-    block = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=batch_first, **options)
-    return nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -297,22 +292,8 @@ def test_patterns_name_the_outermost_modules() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "vit"])
 def test_transformers_are_seen(name: str) -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    if name == "gpt2":
-        config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=50)
-        model, x = transformers.GPT2LMHeadModel(config), torch.randint(50, (2, 9))
-    else:
-        config = transformers.ViTConfig(
-            hidden_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=64,
-            image_size=16,
-            patch_size=4,
-        )
-        model, x = transformers.ViTModel(config), torch.randn(2, 3, 16, 16)
-    found = collapse(model.eval(), x)
+    model, x = gpt2() if name == "gpt2" else vit()
+    found = collapse(model, x)
     assert len(found.layers) == 3
     plain = model(x, output_hidden_states=True).hidden_states[1]
     assert found.layers[0].spread.distance == pytest.approx(spread(plain).distance, rel=1e-4)

@@ -1,4 +1,6 @@
-"""What a transformer does: do tokens collapse, what do masks imply, are values principal axes?
+"""What a transformer does: do tokens collapse, what do masks imply, which heads are needed?
+
+The package can be called: `dualform.diagnose(model, batch)` runs every instrument that applies.
 
 >>> import torch
 >>> from dualform import diagnose
@@ -6,7 +8,11 @@
 token 0 reaches all 8 tokens within 1 layers
 """
 
+import sys
+
+from dualform.diagnose.callable import DiagnosePackage
 from dualform.diagnose.collapse import Collapse, LayerSpread, Spread, collapse, spread
+from dualform.diagnose.heads import AttentionHead, Heads, heads
 from dualform.diagnose.kernel_pca import (
     KernelPCA,
     ValueAudit,
@@ -16,20 +22,30 @@ from dualform.diagnose.kernel_pca import (
     kpca_values,
 )
 from dualform.diagnose.mask_graph import MaskGraph, dobrushin, mask_graph
+from dualform.diagnose.report import Diagnosis, LayerMask, Statement, diagnose
 
 __all__ = [
+    "AttentionHead",
     "Collapse",
+    "Diagnosis",
+    "Heads",
     "KernelPCA",
+    "LayerMask",
     "LayerSpread",
     "MaskGraph",
     "Spread",
+    "Statement",
     "ValueAudit",
     "audit_layer",
     "audit_values",
     "collapse",
+    "diagnose",
     "dobrushin",
+    "heads",
     "kernel_pca",
     "kpca_values",
     "mask_graph",
     "spread",
 ]
+
+sys.modules[__name__].__class__ = DiagnosePackage

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -99,6 +99,47 @@ def watched(
             stack.callback(block.register_forward_pre_hook(enter).remove)
             stack.callback(block.register_forward_hook(leave).remove)
         yield
+
+
+def look(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    see: See,
+    inputs: Sequence[Any],
+    named: Mapping[str, Any],
+    with_weights: bool = True,
+) -> Any:
+    """Calls a model in eval mode, tells `see` of each block that runs, and gives what came out.
+
+    The model is left as it was.
+    """
+    ran: list[str] = []
+
+    def note(seen: BlockState) -> None:
+        ran.append(seen.name)
+        see(seen)
+
+    with torch.no_grad(), in_eval_mode(model), watched(model, blocks, note, with_weights):
+        out = model(*inputs, **named)
+    if not ran:
+        raise AttentionError(
+            f"none of the blocks {', '.join(map(repr, blocks))} ran in the forward pass; name "
+            "those that do with layers=."
+        )
+    return out
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Without dropout, with statistics that stay as they are; all modules get their modes back."""
+    modes = {module: module.training for module in model.modules()}
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, was in modes.items():
+            module.training = was
 
 
 def _tokens(block: nn.Module, name: str, out: Any) -> Tensor:

@@ -1,13 +1,13 @@
-"""The attention weights of a forward pass: asked of modules, or computed beside a fused call."""
+"""The attention of a forward pass: weights asked of modules, or computed beside a fused call."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,29 @@ ARGUMENTS = (
 """What nn.MultiheadAttention takes, in order."""
 
 
+class Projections(NamedTuple):
+    """What softmax attention reads: (batch, heads, tokens, D) each, and the scale of its scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float | None = None
+
+
+@dataclass
+class AttentionCall:
+    """One time that tokens attended to each other."""
+
+    weights: Tensor
+    """(batch, heads, tokens, tokens)."""
+    outputs: Tensor | None = None
+    """(batch, heads, tokens, D): what each head gives; None where it is not known."""
+    projected: Projections | None = None
+    """Where the layer is softmax attention."""
+    mix: Tensor | None = None
+    """(width, heads · D): the matrix that the heads' outputs are multiplied by, the model's own."""
+
+
 @dataclass
 class BlockState:
     """What was seen of one block in a forward pass."""
@@ -38,9 +61,13 @@ class BlockState:
     name: str
     tokens: Tensor
     """(batch, tokens, width), after the block."""
-    weights: list[Tensor] = field(default_factory=list)
-    """(batch, heads, tokens, tokens) for each time that tokens of the block attended to each other,
-    where asked for."""
+    calls: list[AttentionCall] = field(default_factory=list)
+    """The block's self-attention, where asked for."""
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """(batch, heads, tokens, tokens) of each call."""
+        return [call.weights for call in self.calls]
 
 
 @contextmanager
@@ -70,10 +97,13 @@ class _AttentionCalls(TorchFunctionMode):
         self.running = running
         self._inside = 0
         """How many modules are at work whose own calls are not to be counted again."""
+        self._last: AttentionCall | None = None
+        """The call whose heads have not been multiplied by a matrix yet."""
 
-    def saw(self, weights: Tensor) -> None:
+    def saw(self, call: AttentionCall) -> None:
         for block in self.running.values():
-            block.weights.append(weights.detach())
+            block.calls.append(call)
+        self._last = call if call.mix is None else None
 
     def ask(self, module: nn.MultiheadAttention) -> Callable[[], None]:
         """Lets a module return its weights, and hands on what its caller asked for.
@@ -97,7 +127,7 @@ class _AttentionCalls(TorchFunctionMode):
             if (named := asked.pop()) is None:
                 return None
             y, weights = out
-            self.saw(weights if weights.ndim == 4 else weights[None])
+            self.saw(_of_module(module, named, weights.detach()))
             if not named.get("need_weights", True):
                 return y, None
             return y, weights.mean(-3) if named.get("average_attn_weights", True) else weights
@@ -124,18 +154,77 @@ class _AttentionCalls(TorchFunctionMode):
         y, weights = read(*args, **{**named, **({"output_attentions": True} if fits else {})})
         self._inside -= 1
         if fits and weights.shape[-2] == weights.shape[-1]:
-            self.saw(weights)
+            self.saw(AttentionCall(weights.detach(), y.detach().transpose(1, 2)))
         return y, weights if named.get("output_attentions") else None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and self.running and not self._inside:
-            weights = _weights(*args, **kwargs)
-            if weights.shape[-2] == weights.shape[-1]:
-                self.saw(weights if weights.ndim == 4 else weights[(None,) * (4 - weights.ndim)])
+        if not self.running or self._inside:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._fused(*args, **kwargs)
+        if self._last is not None and func in (F.linear, torch.addmm) and not kwargs:
+            x, W = (args[0], args[1]) if func is F.linear else (args[1], args[2].mT)
+            if _is_of_heads(x, self._last.outputs):
+                self._last.mix, self._last = W.detach(), None
         return func(*args, **kwargs)
+
+    def _fused(self, *args: Any, **kwargs: Any) -> Tensor:
+        y = F.scaled_dot_product_attention(*args, **kwargs)
+        weights, read = _weights(*args, **kwargs)
+        if weights.shape[-2] == weights.shape[-1]:
+            q, k, v = (_by_heads(x.detach()) for x in read[:3])
+            parts = Projections(q, k, v, read.scale)
+            self.saw(AttentionCall(_by_heads(weights), _by_heads(y.detach()), parts))
+        return y
+
+
+def _by_heads(x: Tensor) -> Tensor:
+    """(batch, heads, …), also where there is one head without a dimension of its own."""
+    return x.unsqueeze(-3) if x.ndim == 3 else x if x.ndim == 4 else x[None, None]
+
+
+def _is_of_heads(x: Tensor, outputs: Tensor | None) -> bool:
+    """Whether a layer's input are the outputs of heads, side by side."""
+    if outputs is None or x.numel() != outputs.numel() or x.dtype != outputs.dtype:
+        return False
+    return torch.equal(x.reshape(-1), outputs.transpose(1, 2).reshape(-1))
+
+
+@torch.no_grad()
+def _of_module(
+    module: nn.MultiheadAttention, named: dict[str, Any], weights: Tensor
+) -> AttentionCall:
+    """What a module did: its projections are computed again, as it does not give them."""
+    if module.in_proj_weight is not None:
+        matrices = module.in_proj_weight.chunk(3)
+    else:
+        matrices = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    biases: Sequence[Tensor | None] = (None, None, None)
+    if module.in_proj_bias is not None:
+        biases = torch.split(module.in_proj_bias, [len(W) for W in matrices])
+    parts = []
+    for name, W, b in zip(("query", "key", "value"), matrices, biases, strict=True):
+        rows: Tensor = named[name]
+        rows = (
+            rows[None] if rows.ndim == 2 else rows if module.batch_first else rows.transpose(0, 1)
+        )
+        x = F.linear(rows, W, b)
+        parts.append(x.view(*x.shape[:2], -1, module.head_dim).transpose(1, 2))
+    q, k, v = (each.repeat_interleave(module.num_heads // each.shape[1], 1) for each in parts)
+    weights = weights if weights.ndim == 4 else weights[None]
+    if weights.shape[-1] != v.shape[-2]:  # more keys than tokens: add_bias_kv, add_zero_attn
+        return AttentionCall(weights)
+    is_softmax = not isinstance(module, MultiheadAttention) or module.kind == "softmax"
+    scale = module.options.get("scale") if isinstance(module, MultiheadAttention) else None
+    return AttentionCall(
+        weights,
+        weights.to(v.dtype) @ v,
+        Projections(q, k, v, scale) if is_softmax else None,
+        module.out_proj.weight.detach(),
+    )
 
 
 def _is_self_attention(named: dict[str, Any]) -> bool:
@@ -155,10 +244,10 @@ def _weights(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    """`softmax(q·k s + mask)` as `scaled_dot_product_attention` has it."""
+) -> tuple[Tensor, Projections]:
+    """`softmax(q·k s + mask)` as `scaled_dot_product_attention` has it, and what it reads."""
     if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.mT
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -166,4 +255,5 @@ def _weights(
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return torch.softmax(wide(scores), -1).nan_to_num(0.0)
+    weights = torch.softmax(wide(scores), -1).nan_to_num(0.0)
+    return weights, Projections(query, key, value, scale)

@@ -7,8 +7,7 @@ residual connections brings it to 0. As μ has the scale of X, other measures st
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -16,10 +15,9 @@ import torch
 from rich.console import Group
 from torch import Tensor, nn
 
-from dualform.diagnose.blocks import find_blocks, watched
+from dualform.diagnose.blocks import find_blocks, look
 from dualform.diagnose.calls import BlockState
 from dualform.diagnose.mask_graph import dobrushin
-from dualform.errors import AttentionError
 from dualform.read.display import Displayed, columns, framed, matplotlib_axes, pandas_frame
 
 EXACT = 512
@@ -237,37 +235,24 @@ def collapse(
     >>> len(found.layers), found.collapsed, 0 < found.layers[0].contraction < 1
     (4, None, True)
     """
-    blocks, found = find_blocks(model, layers), list[LayerSpread]()
-
-    def see(seen: BlockState) -> None:
-        weights = [w for w in seen.weights if bool((w > 0).any())]  # else nobody sees anybody
-        found.append(
-            LayerSpread(
-                seen.name,
-                spread(seen.tokens),
-                math.prod(float(dobrushin(w).mean()) for w in weights) if weights else None,
-                min((float(w[w > 0].min()) for w in weights), default=None),
-            )
-        )
-
-    with torch.no_grad(), _in_eval_mode(model), watched(model, blocks, see, with_weights):
-        model(*inputs, **named)
-    if not found:
-        raise AttentionError(
-            f"none of the blocks {', '.join(map(repr, blocks))} ran in the forward pass; name "
-            "those that do with layers=."
-        )
+    found: list[LayerSpread] = []
+    look(
+        model,
+        find_blocks(model, layers),
+        lambda seen: found.append(layer_spread(seen)),
+        inputs,
+        named,
+        with_weights,
+    )
     return Collapse(tuple(found))
 
 
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Without dropout, with statistics that stay as they are; all modules get their modes back."""
-    modes = {module: module.training for module in model.modules()}
-    for module in modes:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, was in modes.items():
-            module.training = was
+def layer_spread(seen: BlockState) -> LayerSpread:
+    """The tokens of a block that ran, and what its attention does to them."""
+    weights = [w for w in seen.weights if bool((w > 0).any())]  # else nobody sees anybody
+    return LayerSpread(
+        seen.name,
+        spread(seen.tokens),
+        math.prod(float(dobrushin(w).mean()) for w in weights) if weights else None,
+        min((float(w[w > 0].min()) for w in weights), default=None),
+    )

@@ -149,12 +149,16 @@ class ValueAudit(Displayed):
     null: ValueAudit | None = None
 
     @property
+    def is_kernel_pca(self) -> bool:
+        """Whether the values are kernel principal components, but for little."""
+        return self.cosine > 0.9 and self.gamma_spread < 0.1
+
+    @property
     def finding(self) -> str:
         """The result in one sentence."""
         if self.null is None:
             return ""
-        close = self.cosine > 0.9 and self.gamma_spread < 0.1
-        if close:
+        if self.is_kernel_pca:
             return "These values are kernel principal components."
         better = self.cosine > 2 * self.null.cosine
         return (
