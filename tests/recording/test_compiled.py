@@ -50,10 +50,10 @@ class Block(nn.Module):
 class Text(nn.Module):
     """Words, positions that are read once for all samples, and a head that is tied."""
 
-    def __init__(self, checkpointed: bool = False) -> None:
+    def __init__(self, checkpointed: bool = False, blocks: int = 1) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, 12), nn.Embedding(TOKENS, 12)
-        self.blocks = nn.ModuleList(Block(12) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(12) for _ in range(blocks))
         self.head, self.checkpointed = nn.Linear(12, WORDS, bias=False), checkpointed
         self.head.weight = self.words.weight
 
@@ -212,7 +212,7 @@ def waiting() -> Iterator[None]:
 
 
 CASES: dict[str, tuple[Make, Callable[[int], Tensor], int]] = {
-    "text": (Text, texts, 4),
+    "text": (lambda: Text(blocks=2), texts, 4),
     "checkpoints": (lambda: Text(checkpointed=True), texts, 4),
     "images": (Images, noise(3, 8, 8), 14),
     "attention": (Attention, noise(14, 12), 4),
@@ -277,14 +277,30 @@ def sizes(step: int) -> Tensor:
     return texts(step, samples, tokens)
 
 
+class Words(nn.Module):
+    """The least with a use of each form: a table, positions, a scale, a bias and a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, 12), nn.Embedding(TOKENS, 12)
+        self.norm, self.head = nn.LayerNorm(12), nn.Linear(12, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The loss."""
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        scores = self.head(self.norm(x))[:, :-1]
+        return F.cross_entropy(scores.flatten(0, 1), ids[:, 1:].flatten())
+
+
 @pytest.mark.filterwarnings("ignore:the batch of step:dualform.errors.RecordingWarning")
-def test_batches_of_several_sizes(tmp_path: Path) -> None:
-    plain = Training(Text, sizes, steps=7)
+@pytest.mark.parametrize("make", [Words, pytest.param(Text, marks=pytest.mark.long)])
+def test_batches_of_several_sizes(make: Make, tmp_path: Path) -> None:
+    plain = Training(make, sizes, steps=7)
     plain.run()
-    compiled = Training(Text, sizes, steps=7).record(tmp_path / "run")
+    compiled = Training(make, sizes, steps=7).record(tmp_path / "run")
     assert all(map(torch.equal, weights(plain.model), weights(compiled.model)))
     assert compiled.graphs[-1] <= plain.graphs[-1] + 2  # larger probes
-    Training(Text, sizes, "", steps=7).record(tmp_path / "eager")
+    Training(make, sizes, "", steps=7).record(tmp_path / "eager")
     balanced(tmp_path / "run")
     queries = texts(0, 2, 7)
     one, other = (
@@ -491,7 +507,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            sizes = {"n_positions": TOKENS, "n_embd": 12, "n_layer": 2, "n_head": 2}
+            sizes = {"n_positions": TOKENS, "n_embd": 12, "n_layer": 1, "n_head": 2}
             ends = {"bos_token_id": 0, "eos_token_id": 0}
             still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
             self.text = GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, **sizes, **ends, **still))

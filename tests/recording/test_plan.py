@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import dualform
+from dualform.cli import cli
 from dualform.errors import LedgerError, RecordingError, RecordingWarning
 from dualform.ledger import Ledger
 from dualform.recording import planning, turns
@@ -82,9 +84,18 @@ def train(
             optimizer.zero_grad()
 
 
+IN_TURN = {("mlp", "sgd"), ("conv", "adamw"), ("transformer", "adamw")}
+
+
 @pytest.mark.filterwarnings("ignore::dualform.errors.CoverageWarning")
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if (name, kind) in IN_TURN else pytest.mark.long)
+        for name in CASES
+        for kind in OPTIMIZERS
+    ],
+)
 def test_bytes_are_those_of_the_run(name: str, kind: str, tmp_path: Path) -> None:
     """Every policy, within a tenth; in fact within a hundredth, if the machine is not busy."""
     make, batch = CASES[name]
@@ -303,6 +314,29 @@ def test_rows_that_the_temporary_folder_has_no_room_for_are_computed(
     costs = dualform.plan(mlp(), torch.randn(64, 40)).policies
     assert costs["rows"].seconds is None
     assert costs["summaries"].seconds is not None
+
+
+def test_the_command_takes_a_batch_from_a_file_or_all_of_it_from_a_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.save(tmp_path / "x.npy", np.ones((4, 8)))
+    (tmp_path / "to_plan.py").write_text(
+        "import torch\n"
+        "def model():\n    return torch.nn.Linear(8, 3)\n"
+        "def named():\n    return {'model': model(), 'batch': torch.ones(4, 8), 'loss': sum_up}\n"
+        "def sum_up(output):\n    return output.sum()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    file = ("to_plan:model", "--input", str(tmp_path / "x.npy"))
+    for given in (file, ("to_plan:named",)):
+        result = CliRunner().invoke(cli, ["plan", "--model", *given, "--json"])
+        facts = json.loads(result.stdout)
+        assert facts["recommended"] == "rows"
+        assert facts["policies"]["rows"]["rows"] == 4
+    far = ("--steps", "1000000000000", "--path", str(tmp_path / "runs" / "mine"))
+    result = CliRunner().invoke(cli, ["plan", "--model", *file, *far])
+    assert isinstance(result.exception, LedgerError)
+    assert "No policy takes less: make room, or record fewer steps." in str(result.exception)
 
 
 def test_a_ratio_is_that_of_turns_and_spot_checks_come_as_seldom_as_later(
