@@ -36,6 +36,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, activation: str, scores
             if scores == "rms":
                 size = math.sqrt(sum(s[h][i][j] ** 2 for h in range(heads)) / heads + 1e-6)
                 a = [s[h][i][j] / size for h in range(heads)]
+            elif scores == "dot":
+                a = [s[h][i][j] for h in range(heads)]
             else:
                 a = [
                     math.exp(s[h][i][j]) / sum(math.exp(s[h][i][n]) for n in range(S) if sees[i, n])
@@ -50,7 +52,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, sees: Tensor, activation: str, scores
 
 
 @pytest.mark.parametrize("activation", ["relu", "linear"])
-@pytest.mark.parametrize("scores", ["rms", "softmax"])
+@pytest.mark.parametrize("scores", ["rms", "dot", "softmax"])
 @law
 @given(seed=seeds, L=st.integers(1, 5), S=st.integers(1, 6), causal=st.booleans())
 def test_definition(activation: str, scores: str, seed: int, L: int, S: int, causal: bool) -> None:
@@ -194,7 +196,7 @@ def test_grouped_queries_share_keys() -> None:
 
 
 def test_a_query_that_sees_nothing_reads_zero() -> None:
-    for scores in ("rms", "softmax"):
+    for scores in ("rms", "dot", "softmax"):
         q, k, v = (x.requires_grad_() for x in draw(4, 5, 6))
         mask = torch.ones(5, 6, dtype=torch.bool)
         mask[2] = False
@@ -232,9 +234,9 @@ def test_what_it_cannot_do_is_refused() -> None:
         hyper(q, k, v, activation="gelu")
     with pytest.raises(AttentionError, match="scores='max' is unknown; choose one of 'rms'"):
         hyper(q, k, v, scores="max")
-    with pytest.raises(
-        AttentionError, match=r"scores='rms' only hides keys; .* or take scores='softmax'"
-    ):
-        hyper(q, k, v, torch.tensor([[0.0, 1.0, 0.0]]).double())
+    for scores in ("rms", "dot"):
+        words = f"scores='{scores}' only hides keys; .* or take scores='softmax'"
+        with pytest.raises(AttentionError, match=words):
+            hyper(q, k, v, torch.tensor([[0.0, 1.0, 0.0]]).double(), scores=scores)
     with pytest.raises(AttentionError, match="kind='hyper' is not linear in its values"):
         attention.memory("hyper", k, v)

@@ -36,7 +36,7 @@ PAIRS = 1 << 24
 EPS = 1e-6
 """What is added to the mean square of the heads' scores."""
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "linear": lambda x: x}
-SCORES = ("rms", "softmax")
+SCORES = ("rms", "dot", "softmax")
 
 
 def hyper(
@@ -54,9 +54,9 @@ def hyper(
 ) -> Tensor:
     """o_hq = Σ_k a_hqk φ(Σ_g a_gqk v_gk), with a = scale q·k over its root mean square by heads.
 
-    `activation` is φ, "relu" or "linear"; `scores="softmax"` takes a softmax over keys for a, as
-    ordinary attention does, and a mask may then add numbers to what it is taken of. It is the one
-    kind that is not linear in the values.
+    `activation` is φ, "relu" or "linear". `scores="dot"` takes a = scale q·k as it is, and
+    `scores="softmax"` a softmax over keys, as ordinary attention does; a mask may then add numbers
+    to what it is taken of. It is the one kind that is not linear in the values.
 
     >>> q, k, v = torch.randn(3, 2, 5, 8).unbind()           # 2 heads, 5 tokens
     >>> hyper(q, k, v, is_causal=True).shape
@@ -121,10 +121,10 @@ def _mask(
         require_mask(attn_mask, q, k)
         seen = visible(attn_mask)
         adds = attn_mask.dtype != torch.bool and bool((attn_mask.masked_fill(~seen, 0) != 0).any())
-        if adds and scores == "rms":
+        if adds and scores != "softmax":
             raise AttentionError(
                 "attn_mask adds finite numbers to scores, as the position bias of T5 does, and "
-                "kind='hyper' with scores='rms' only hides keys; give booleans, or 0 and -inf, or "
+                f"kind='hyper' with {scores=} only hides keys; give booleans, or 0 and -inf, or "
                 "take scores='softmax'."
             )
         attn_mask = attn_mask.masked_fill(~seen, -torch.inf) if adds else seen
@@ -142,8 +142,9 @@ def _codes(q: Tensor, k: Tensor, mask: Tensor | None, scale: float | None, score
     if scores == "softmax":
         a = torch.softmax(a if seen is None else a.masked_fill(~seen, -torch.inf), -1)
         a = a if seen is None else torch.where(seen, a, 0.0)
-    else:
-        a = a if seen is None else a.masked_fill(~seen, 0.0)
+        return a.to(q.dtype)
+    a = a if seen is None else a.masked_fill(~seen, 0.0)
+    if scores == "rms":
         a = a * torch.rsqrt(a.square().mean(-3, keepdim=True) + EPS)
     return a.to(q.dtype)
 

@@ -11,6 +11,7 @@ token 0 reaches all 8 tokens within 1 layers
 import sys
 
 from dualform.diagnose.callable import DiagnosePackage
+from dualform.diagnose.codes import pair_codes
 from dualform.diagnose.collapse import Collapse, LayerSpread, Spread, collapse, spread
 from dualform.diagnose.heads import AttentionHead, Heads, heads
 from dualform.diagnose.kernel_pca import (
@@ -22,6 +23,7 @@ from dualform.diagnose.kernel_pca import (
     kpca_values,
 )
 from dualform.diagnose.mask_graph import MaskGraph, dobrushin, mask_graph
+from dualform.diagnose.probe import Probe, ridge_probe
 from dualform.diagnose.report import Diagnosis, LayerMask, Statement, diagnose
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "LayerMask",
     "LayerSpread",
     "MaskGraph",
+    "Probe",
     "Spread",
     "Statement",
     "ValueAudit",
@@ -45,6 +48,8 @@ __all__ = [
     "kernel_pca",
     "kpca_values",
     "mask_graph",
+    "pair_codes",
+    "ridge_probe",
     "spread",
 ]
 

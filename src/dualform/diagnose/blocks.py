@@ -74,9 +74,17 @@ def _size(blocks: dict[str, nn.Module]) -> int:
 
 @contextmanager
 def watched(
-    model: nn.Module, blocks: dict[str, nn.Module], see: See, with_weights: bool = False
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    see: See,
+    with_weights: bool = False,
+    averages_only: bool = True,
 ) -> Iterator[None]:
-    """While it lasts, `see` is told of each block when its forward pass is over."""
+    """While it lasts, `see` is told of each block when its forward pass is over.
+
+    Weights that are no averages, such as the codes of `hyper`, are told where `averages_only` is
+    not asked for.
+    """
     running: dict[nn.Module, BlockState] = {}
     names = {block: name for name, block in blocks.items()}
 
@@ -94,7 +102,7 @@ def watched(
         )
         torch.backends.mha.set_fastpath_enabled(False)  # it makes no calls that could be seen
         if with_weights:  # first, so that a block that is attention has its weights when it ends
-            stack.enter_context(watched_attention(model, running))
+            stack.enter_context(watched_attention(model, running, averages_only))
         for block in blocks.values():
             stack.callback(block.register_forward_pre_hook(enter).remove)
             stack.callback(block.register_forward_hook(leave).remove)
@@ -108,10 +116,11 @@ def look(
     inputs: Sequence[Any],
     named: Mapping[str, Any],
     with_weights: bool = True,
+    averages_only: bool = True,
 ) -> Any:
     """Calls a model in eval mode, tells `see` of each block that runs, and gives what came out.
 
-    The model is left as it was.
+    The model is left as it was. `averages_only` is that of `watched`.
     """
     ran: list[str] = []
 
@@ -119,7 +128,8 @@ def look(
         ran.append(seen.name)
         see(seen)
 
-    with torch.no_grad(), in_eval_mode(model), watched(model, blocks, note, with_weights):
+    watching = watched(model, blocks, note, with_weights, averages_only)
+    with torch.no_grad(), in_eval_mode(model), watching:
         out = model(*inputs, **named)
     if not ran:
         raise AttentionError(

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dualform.attention import MultiheadAttention
-from dualform.attention.kinds import averages
+from dualform.attention.kinds import averages, record_of
 from dualform.attention.shapes import wide
 
 ARGUMENTS = (
@@ -71,13 +71,15 @@ class BlockState:
 
 
 @contextmanager
-def watched_attention(model: nn.Module, running: Mapping[nn.Module, BlockState]) -> Iterator[None]:
+def watched_attention(
+    model: nn.Module, running: Mapping[nn.Module, BlockState], averages_only: bool = True
+) -> Iterator[None]:
     """While it lasts, the weights of each self-attention are handed to the blocks that run.
 
-    Weights whose rows do not sum to 1 are left out: they are no averages of tokens. So are those
-    of cross-attention, which reads other tokens.
+    Those of cross-attention, which reads other tokens, are left out. So are, unless all are asked
+    for, weights whose rows do not sum to 1: they are no averages of tokens.
     """
-    calls = _AttentionCalls(running)
+    calls = _AttentionCalls(running, averages_only)
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention):
@@ -92,9 +94,9 @@ def watched_attention(model: nn.Module, running: Mapping[nn.Module, BlockState])
 class _AttentionCalls(TorchFunctionMode):
     """Sees each call of attention once: that of a module, or the fused call where no module is."""
 
-    def __init__(self, running: Mapping[nn.Module, BlockState]) -> None:
+    def __init__(self, running: Mapping[nn.Module, BlockState], averages_only: bool) -> None:
         super().__init__()
-        self.running = running
+        self.running, self.averages_only = running, averages_only
         self._inside = 0
         """How many modules are at work whose own calls are not to be counted again."""
         self._last: AttentionCall | None = None
@@ -111,7 +113,7 @@ class _AttentionCalls(TorchFunctionMode):
         Undone by the call that is returned.
         """
         asked: list[dict[str, Any] | None] = []
-        fits = not isinstance(module, MultiheadAttention) or averages(module.kind, module.options)
+        fits = not isinstance(module, MultiheadAttention) or self._fits(module.kind, module.options)
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._inside += 1
@@ -145,7 +147,10 @@ class _AttentionCalls(TorchFunctionMode):
         self, read: Callable[..., tuple[Tensor, Tensor | None]], kind: Any, options: dict[str, Any]
     ) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """A function of transformers' registry that also tells its weights."""
-        return partial(self._read, read, averages(kind, options))
+        return partial(self._read, read, self._fits(kind, options))
+
+    def _fits(self, kind: Any, options: dict[str, Any]) -> bool:
+        return not self.averages_only or averages(kind, options)
 
     def _read(
         self, read: Callable[..., Any], fits: bool, *args: Any, **named: Any
@@ -215,7 +220,8 @@ def _of_module(
         parts.append(x.view(*x.shape[:2], -1, module.head_dim).transpose(1, 2))
     q, k, v = (each.repeat_interleave(module.num_heads // each.shape[1], 1) for each in parts)
     weights = weights if weights.ndim == 4 else weights[None]
-    if weights.shape[-1] != v.shape[-2]:  # more keys than tokens: add_bias_kv, add_zero_attn
+    are_codes = isinstance(module, MultiheadAttention) and record_of(module.kind).codes is not None
+    if are_codes or weights.shape[-1] != v.shape[-2]:  # add_bias_kv, add_zero_attn: more keys
         return AttentionCall(weights)
     is_softmax = not isinstance(module, MultiheadAttention) or module.kind == "softmax"
     scale = module.options.get("scale") if isinstance(module, MultiheadAttention) else None
