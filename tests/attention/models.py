@@ -30,7 +30,7 @@ register(Primal(keys=(Centered(),)), name="dualform_derived")
 register("local", name="dualform_local", window=4)
 NAMES.append("dualform_derived")
 CAUSAL = [name for name in NAMES if name != "dualform_ridge"]
-POOLED = [name for name in NAMES if "scaled_heads" in name]
+POOLED = [name for name in NAMES if "scaled_heads" in name or name == "dualform_robust"]
 BY_QUERY = [name for name in CAUSAL if name not in POOLED]
 LAST = torch.finfo(torch.float64).min
 

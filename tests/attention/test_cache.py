@@ -89,5 +89,5 @@ def test_kinds_without_a_past() -> None:
         attention.Cache("ridge")
     assert str(caught.value) == (
         "kind='ridge' cannot be read token by token; these can: softmax, linear, local, "
-        "batch_norm, scaled_heads, batch_norm_scaled_heads, entmax, hyper."
+        "batch_norm, scaled_heads, batch_norm_scaled_heads, entmax, hyper, robust."
     )

@@ -315,7 +315,8 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no layer": (
         lambda: attention.kind(3),
         "kind=3 is no layer; give a name (softmax, linear, local, batch_norm, scaled_heads, "
-        "batch_norm_scaled_heads, entmax, ridge, hyper), a Primal, or a function of q, k, v.",
+        "batch_norm_scaled_heads, entmax, ridge, hyper, robust), a Primal, or a function of q, k, "
+        "v.",
     ),
     "arguments": (
         lambda: attention.MultiheadAttention(16, 4, kind=greatest),

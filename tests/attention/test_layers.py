@@ -328,7 +328,7 @@ WRONG = {
     "unknown kind": (
         lambda: attention.kind("sparse"),
         "kind='sparse' is unknown; choose one of softmax, linear, local, batch_norm, "
-        "scaled_heads, batch_norm_scaled_heads, entmax, ridge, hyper.",
+        "scaled_heads, batch_norm_scaled_heads, entmax, ridge, hyper, robust.",
     ),
     "unknown option": (
         lambda: attention.kind("local", windows=3),

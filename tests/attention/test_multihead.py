@@ -150,7 +150,7 @@ WRONG = {
     "kind": (
         lambda: attention.MultiheadAttention(16, 4, kind="sparse"),
         "kind='sparse' is unknown; choose one of softmax, linear, local, batch_norm, "
-        "scaled_heads, batch_norm_scaled_heads, entmax, ridge, hyper.",
+        "scaled_heads, batch_norm_scaled_heads, entmax, ridge, hyper, robust.",
     ),
     "extra keys": (
         lambda: attention.MultiheadAttention(16, 4, add_bias_kv=True, kind="local"),

@@ -84,12 +84,12 @@ def test_a_sliding_window_is_the_same_with_a_cache(name: str) -> None:
     model = build(MistralForCausalLM, mistral(5), name)
     given = tokens(2, 9)
     if name in POOLED:
-        with pytest.raises(AttentionError, match="joins keys to blocks, which have one weight"):
+        with pytest.raises(AttentionError, match="takes keys together, the same for all queries"):
             model(given)
         with pytest.raises(AttentionError) as caught:
             model(given[:, :5])
         assert str(caught.value) == (
-            f"kind='{name.removeprefix('dualform_')}' counts blocks from the first token, but this "
+            f"kind='{name.removeprefix('dualform_')}' takes keys from the first token on, but this "
             "model forgets tokens after sliding_window=5; choose sliding_window=None in its config."
         )
         return
@@ -161,9 +161,9 @@ def test_packed_documents_are_refused_where_keys_are_pooled(name: str) -> None:
     with pytest.raises(AttentionError) as caught:
         model(given, position_ids=places, use_cache=False)
     assert str(caught.value) == (
-        f"kind='{name.removeprefix('dualform_')}' joins keys to blocks, which have one weight "
-        "each, but here queries see different keys (packed documents, a window, a position bias, "
-        "or a mask of one's own); choose another kind, or one document a row."
+        f"kind='{name.removeprefix('dualform_')}' takes keys together, the same for all "
+        "queries, but here queries see different keys (packed documents, a window, a position "
+        "bias, or a mask of one's own); choose another kind, or one document a row."
     )
 
 
@@ -309,7 +309,9 @@ def test_what_a_kind_cannot_follow_in_a_decoder_is_refused() -> None:
         "kind='local' has a window around each query, but these 7 queries stand in another "
         "sequence than the 9 keys; choose another kind for cross-attention."
     )
-    with pytest.raises(AttentionError, match="have one weight each, but here queries see differ"):
+    with pytest.raises(
+        AttentionError, match="the same for all queries, but here queries see differ"
+    ):
         build(*PAIRS["t5"], "dualform_scaled_heads")(**given)
     with pytest.raises(
         AttentionError, match=r"position bias of T5 .* kind='hyper' with scores='rms' only hides"

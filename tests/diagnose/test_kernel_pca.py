@@ -114,7 +114,7 @@ def test_a_layer_s_own_scale_and_shared_keys_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["linear", "local", "batch_norm", "scaled_heads", "entmax", "ridge", "hyper"]
+    "kind", ["linear", "local", "batch_norm", "scaled_heads", "entmax", "ridge", "hyper", "robust"]
 )
 def test_other_kinds_are_refused(kind: str) -> None:
     layer = attention.MultiheadAttention(16, 4, batch_first=True, kind=kind)

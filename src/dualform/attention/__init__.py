@@ -27,8 +27,10 @@ from dualform.attention.losses import Huber, Loss, Squared
 from dualform.attention.memories import memory
 from dualform.attention.multihead import MultiheadAttention
 from dualform.attention.primal import Primal, Solution
+from dualform.attention.pursuit import Pursuit, principal_component_pursuit
 from dualform.attention.replace import replace
 from dualform.attention.ridge import ridge
+from dualform.attention.robust import CleanKeys, clean_keys, robust
 from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
 from dualform.attention.softmax import softmax
 from dualform.attention.transforms import BatchNorm, RmsNorm, Shorten, Transform, UnitLength
@@ -36,12 +38,14 @@ from dualform.attention.transforms import BatchNorm, RmsNorm, Shorten, Transform
 __all__ = [
     "BatchNorm",
     "Cache",
+    "CleanKeys",
     "Derived",
     "Huber",
     "Inspection",
     "Loss",
     "MultiheadAttention",
     "Primal",
+    "Pursuit",
     "RmsNorm",
     "Shorten",
     "Solution",
@@ -51,6 +55,7 @@ __all__ = [
     "UnitLength",
     "batch_norm",
     "batch_norm_scaled_heads",
+    "clean_keys",
     "entmax",
     "hyper",
     "inspect",
@@ -59,9 +64,11 @@ __all__ = [
     "linear",
     "local",
     "memory",
+    "principal_component_pursuit",
     "register_kind",
     "replace",
     "ridge",
+    "robust",
     "scaled_heads",
     "softmax",
     "with_weights",

@@ -56,7 +56,7 @@ def hyper(
 
     `activation` is φ, "relu" or "linear". `scores="dot"` takes a = scale q·k as it is, and
     `scores="softmax"` a softmax over keys, as ordinary attention does; a mask may then add numbers
-    to what it is taken of. It is the one kind that is not linear in the values.
+    to what it is taken of. It is not linear in the values.
 
     >>> q, k, v = torch.randn(3, 2, 5, 8).unbind()           # 2 heads, 5 tokens
     >>> hyper(q, k, v, is_causal=True).shape

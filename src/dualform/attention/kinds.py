@@ -12,7 +12,6 @@ from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from dualform.attention.batch_norm import batch_norm
@@ -23,7 +22,9 @@ from dualform.attention.linear import linear
 from dualform.attention.local import local
 from dualform.attention.primal import Primal
 from dualform.attention.ridge import ridge
+from dualform.attention.robust import robust, robust_with_weights
 from dualform.attention.scaled_heads import batch_norm_scaled_heads, scaled_heads
+from dualform.attention.shapes import with_unit_values
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
 
@@ -45,13 +46,24 @@ class Kind:
     has_positions: bool = False
     """Whether it matters where a key stands, as for windows and blocks."""
     pools: bool = False
-    """Whether keys are joined to blocks, so that a mask may only hide keys."""
+    """Whether keys are taken together, as blocks or as one matrix: a mask may only hide keys."""
     takes_scale: bool = True
     """Whether a model's own scale of logits is meant for it."""
     averages: bool = True
     """Whether the weights of a query sum to 1."""
     codes: Layer | None = None
-    """Of a layer that is not linear in its values: a function of q and k in place of weights."""
+    """Of a layer that has no weights of its values: a function of q and k in place of them."""
+    weighed: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """Of a layer whose weights depend on its values: a function that gives its output and them."""
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the output is linear in the values.
+
+        >>> Kind(softmax).is_linear, KINDS["hyper"].is_linear
+        (True, False)
+        """
+        return self.codes is None and self.weighed is None
 
 
 KINDS: dict[str, Kind] = {
@@ -64,6 +76,7 @@ KINDS: dict[str, Kind] = {
     "entmax": Kind(entmax),
     "ridge": Kind(ridge, is_causal=False, averages=False),
     "hyper": Kind(hyper, averages=False, codes=latent_codes),
+    "robust": Kind(robust, pools=True, weighed=robust_with_weights),
 }
 """Every kind that has a name."""
 OF_A_CALL = ("q", "k", "v", "attn_mask", "is_causal", "offset", "dropout_p")
@@ -82,6 +95,7 @@ def register_kind(
     A function takes q, k, v and, as the other layers do, attn_mask, is_causal, scale, offset and
     dropout_p; its further keywords are options. Of a problem everything else is known.
 
+    >>> import torch
     >>> from dualform import attention
     >>> name = register_kind("cosine", attention.Primal(keys=(attention.UnitLength(),)))
     >>> attention.MultiheadAttention(16, 4, kind="cosine")(*torch.randn(3, 5, 2, 16))[0].shape
@@ -177,6 +191,7 @@ def learned_parts(
 ) -> dict[str, nn.Parameter | nn.Module]:
     """Parameters and modules among the options and, by their field, in a primal problem.
 
+    >>> import torch
     >>> list(learned_parts("batch_norm", {"beta": nn.Parameter(torch.ones(()))}))
     ['beta']
     """
@@ -199,43 +214,27 @@ def with_weights(
 ) -> tuple[Tensor, Tensor]:
     """y and, (…, heads, L, S), the weights with y = weights @ v; of "hyper", its latent codes.
 
-    Layers that are linear in their values have such weights: what they make of unit values. A layer
-    that is not has none, and what its kind names as `codes` stands in their place.
+    Layers that are linear in their values have such weights: what they make of unit values. Of a
+    layer that is not, its kind says what gives them (`weighed`), or what stands in their place
+    (`codes`).
 
+    >>> import torch
     >>> q, k, v = torch.randn(3, 2, 5, 8).unbind()
     >>> y, weights = with_weights(kind("scaled_heads", factors=(1, 2)), q, k, v)
     >>> torch.allclose(weights @ v, y, atol=1e-6), weights.shape
     (True, torch.Size([2, 5, 5]))
     """
-    codes = codes_of(layer)
-    if codes is not None:
-        own = layer.keywords if isinstance(layer, partial) else {}
-        asked = {**own, **options}
-        known = signature(codes).parameters
-        return layer(q, k, v, **options), codes(q, k, **{n: asked[n] for n in asked if n in known})
+    plain = layer.func if isinstance(layer, partial) else layer
+    known = next((one for one in KINDS.values() if one.layer is plain), None)
+    asked = {**(layer.keywords if isinstance(layer, partial) else {}), **options}
+    if known is not None and known.weighed is not None:
+        return known.weighed(q, k, v, **asked)
+    if known is not None and known.codes is not None:
+        names = signature(known.codes).parameters
+        codes = known.codes(q, k, **{name: asked[name] for name in asked if name in names})
+        return layer(q, k, v, **options), codes
     y = layer(q, k, with_unit_values(v), **options)
     return y[..., : v.shape[-1]], y[..., v.shape[-1] :]
-
-
-def codes_of(layer: Layer) -> Layer | None:
-    """What stands in place of weights, for a layer that is not linear in its values; else None.
-
-    >>> codes_of(kind("hyper")) is latent_codes, codes_of(kind("softmax"))
-    (True, None)
-    """
-    plain = layer.func if isinstance(layer, partial) else layer
-    return next((one.codes for one in KINDS.values() if one.layer is plain), None)
-
-
-def with_unit_values(v: Tensor) -> Tensor:
-    """(…, S, M + S): the values, and beside them the unit vectors, which a layer makes weights of.
-
-    >>> with_unit_values(torch.tensor([[5.0], [7.0]]))
-    tensor([[5., 1., 0.],
-            [7., 0., 1.]])
-    """
-    unit = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device)
-    return torch.cat([v, unit.expand(*v.shape[:-1], -1)], -1)
 
 
 def _require_arguments(layer: Layer) -> None:

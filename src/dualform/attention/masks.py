@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dualform.attention.shapes import visible
+from dualform.attention.shapes import require_mask, visible
+from dualform.errors import AttentionError
 
 
 class Sight(NamedTuple):
@@ -46,6 +47,26 @@ def read_mask(mask: Tensor, causal: bool) -> Sight:
             return Sight(mask)  # numbers that do more than hide
         mask = keep
     return (_causal(mask) if causal else None) or _same(mask) or Sight(mask)
+
+
+def same_for_all(mask: Tensor, q: Tensor, k: Tensor, where: str) -> Tensor:
+    """(…, 1, S): which keys are seen, by a mask that tells no queries apart and only hides keys.
+
+    `where` ends the sentence "cannot be used …" for other masks.
+
+    >>> same_for_all(torch.tensor([True, False]), torch.ones(3, 4), torch.ones(2, 4), "here")
+    tensor([[ True, False]])
+    """
+    require_mask(mask, q, k)
+    mask = mask if mask.ndim >= 2 else mask[None]
+    keep = visible(mask)
+    if mask.shape[-2] > 1 or (mask.dtype != torch.bool and bool((mask[keep] != 0).any())):
+        raise AttentionError(
+            f"attn_mask of shape {tuple(mask.shape)} and {mask.dtype} cannot be used {where}; give "
+            "a mask (…, 1, S) that only hides keys, the same for all queries, and is_causal=True "
+            "for a causal one."
+        )
+    return keep.expand(*mask.shape[:-1], k.shape[-2])
 
 
 def _causal(mask: Tensor) -> Sight | None:

@@ -85,7 +85,7 @@ def memory(kind: str | Primal | Layer, k: Tensor, v: Tensor, **options: Any) -> 
 
 def _kernel(kind: str | Primal | Layer, options: dict[str, Any]) -> Kernel:
     options_of(kind, options)
-    if record_of(kind).codes is not None:
+    if not record_of(kind).is_linear:
         raise AttentionError(
             f"kind={described(kind)} is not linear in its values, so that no kernel of queries and "
             "keys is it; a memory can be any other kind."

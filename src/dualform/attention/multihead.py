@@ -232,8 +232,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; "
                 "every head of keys serves as many heads of queries."
             )
+        known = record_of(self.kind)
         if (self.bias_k is not None or self.add_zero_attn) and (
-            record_of(self.kind).has_positions or self.num_kv_heads != self.num_heads
+            known.has_positions or known.pools or self.num_kv_heads != self.num_heads
         ):
             raise AttentionError(
                 f"add_bias_kv and add_zero_attn add a key without a place in the sequence, which "

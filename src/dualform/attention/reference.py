@@ -109,6 +109,50 @@ def entmax(
     return _each(q, k, v, sees, read)
 
 
+def robust(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sees: Tensor,
+    rounds: int = 2,
+    sparsity: float | None = None,
+    published_heads: int | None = None,
+    symmetric: bool = False,
+) -> Tensor:
+    """Softmax attention to keys that went through rounds of principal component pursuit.
+
+    `sees` says which keys a key sees, and so does a query at its place. With `published_heads`, the
+    number of heads, it is the published variant.
+
+    >>> q, k, v = torch.zeros(2, 2), torch.eye(2), torch.tensor([[1.0, 0.0], [3.0, 0.0]])
+    >>> robust(q, k, v, torch.ones(2, 2, dtype=torch.bool), rounds=1)[0]
+    tensor([2., 0.], dtype=torch.float64)
+    """
+    q, K, v = q.double(), k.double(), v.double()
+    n, D = K.shape
+    S, L, Y, cleaned = (torch.zeros_like(K) for _ in range(4))
+    cleaned += K
+    for made in range(rounds):
+        if made:
+            L = softmax(cleaned, cleaned, v, sees)
+        for j in range(n):
+            number = int(sees[j].sum())
+            norm = float(K[sees[j]].abs().sum())
+            mu = number * D / (4 * norm) if norm else float("inf")
+            weight = max(number, D) ** -0.5 if sparsity is None else sparsity
+            bound, sign = weight / mu, 1
+            if published_heads is not None:
+                mu, sign = mu * published_heads, -1
+                bound = (4.0 if sparsity is None else sparsity) * mu
+            for d in range(D):
+                if made:
+                    Y[j, d] += mu * (K[j, d] - L[j, d] - S[j, d])
+                x = float(K[j, d] - L[j, d] + Y[j, d] / mu)
+                S[j, d] = max(abs(x) - bound, 0.0) * (1 if x > 0 else -1)
+                cleaned[j, d] = K[j, d] - S[j, d] + sign * Y[j, d] / mu
+    return softmax(cleaned if symmetric else q, cleaned, v, sees)
+
+
 def shortened(
     q: Tensor,
     k: Tensor,

@@ -16,13 +16,16 @@ from torch import Tensor
 
 from dualform.attention.batch_norm import batch_norm
 from dualform.attention.fused import can_fuse
-from dualform.attention.shapes import heads, require_mask, require_shapes, visible
+from dualform.attention.masks import same_for_all
+from dualform.attention.shapes import heads, require_shapes
 from dualform.attention.shorten import Pool, Shortened, require_factors, shorten
 from dualform.attention.softmax import softmax
 from dualform.errors import AttentionError
 
 CHUNK = 256
 """Queries of a causal pass that are read at a time; its masks are CHUNK × keys."""
+POOLED = "where keys are pooled, since the keys of a block have one weight"
+"""Why a mask is refused."""
 
 
 def scaled_heads(
@@ -112,7 +115,7 @@ class _Plan:
     def check(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
         """The keys that are seen, if not all; raises where heads or mask cannot be shared out."""
         require_factors(self.factors, self.pool, heads(k))
-        return None if mask is None else _same_for_all(mask, q, k)
+        return None if mask is None else same_for_all(mask, q, k, POOLED)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
         """All heads, those of a factor at a time."""
@@ -209,20 +212,6 @@ def _sees(p: Tensor, S: int, blocks: int, tail: slice, factor: int, lead: int) -
     block = torch.arange(blocks, device=p.device)
     raw = torch.arange(tail.start, tail.stop, device=p.device)
     return [head < until, block < complete, (raw >= lead + complete * factor) & (raw < until)]
-
-
-def _same_for_all(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """(…, 1, S): which keys are seen, by a mask that may not tell queries or heads apart."""
-    require_mask(mask, q, k)
-    mask = mask if mask.ndim >= 2 else mask[None]
-    keep = visible(mask)
-    if mask.shape[-2] > 1 or (mask.dtype != torch.bool and bool((mask[keep] != 0).any())):
-        raise AttentionError(
-            f"attn_mask of shape {tuple(mask.shape)} and {mask.dtype} cannot be used where keys "
-            "are pooled, since the keys of a block have one weight; give a mask (…, 1, S) that "
-            "only hides keys, the same for all queries, and is_causal=True for a causal one."
-        )
-    return keep.expand(*mask.shape[:-1], k.shape[-2])
 
 
 def _split(keep: Tensor | None, heads: int, count: int) -> list[Tensor | None]:

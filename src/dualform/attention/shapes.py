@@ -146,3 +146,14 @@ def wide(x: Tensor) -> Tensor:
     torch.float32
     """
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def with_unit_values(v: Tensor) -> Tensor:
+    """(…, S, M + S): the values, and beside them the unit vectors, which a layer makes weights of.
+
+    >>> with_unit_values(torch.tensor([[5.0], [7.0]]))
+    tensor([[5., 1., 0.],
+            [7., 0., 1.]])
+    """
+    unit = torch.eye(v.shape[-2], dtype=v.dtype, device=v.device)
+    return torch.cat([v, unit.expand(*v.shape[:-1], -1)], -1)

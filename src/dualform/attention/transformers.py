@@ -25,12 +25,12 @@ from dualform.attention.kinds import (
     described,
     learned_parts,
     record_of,
-    with_unit_values,
     with_weights,
 )
 from dualform.attention.kinds import kind as kind_of
 from dualform.attention.masks import Sight, read_mask
 from dualform.attention.primal import Primal
+from dualform.attention.shapes import with_unit_values
 from dualform.errors import AttentionError
 from dualform.private import ATTENTION_REGISTRY, attention_of, version_of
 
@@ -191,34 +191,33 @@ def _forward(
     _require_plain(softcap, s_aux, cache)
     _require_understood(others, attention_mask)
     _require_form(kind, causal)
-    sight = _sight(query, key, attention_mask, causal, known.has_positions)
+    sight = _sight(query, key, attention_mask, causal, known.has_positions or known.pools)
     if sight.keys is not None:
         key, value = (x[..., : sight.keys, :] for x in (key, value))
     if position_bias is not None:
         sight = _with_bias(sight, position_bias[..., : key.shape[-2]], query)
     width, wants_weights = value.shape[-1], bool(others.get("output_attentions"))
-    if wants_weights and known.codes is None:
+    if wants_weights and known.is_linear:
         value = with_unit_values(value)
     own = {name: getattr(module, f"{OWN}{name}", x) for name, x in options.items()}
     given = {"scale": scaling, **own} if known.takes_scale else own
     read: Callable[..., Tensor] = partial(known.layer, dropout_p=dropout, **given)
-    if wants_weights and known.codes is not None:
-        read = partial(_with_codes, read)
+    if wants_weights and not known.is_linear:
+        read = partial(_beside_weights, read)
     if known.has_positions:
         _require_places(kind, module, sight, causal, query, key)
     if known.pools:
         _require_blocks(kind, sight, sliding_window, key.shape[-2])
-        y = _from_first_keys(read, query, key, value, sight)
-    else:
-        y = _read(read, query, key, value, sight)
+    blocks = known.pools and known.has_positions
+    y = (_from_first_keys if blocks else _read)(read, query, key, value, sight)
     weights = pad(y[..., width:], (0, keys - key.shape[-2])) if wants_weights else None
     return y[..., :width].transpose(1, 2).contiguous(), weights
 
 
-def _with_codes(
+def _beside_weights(
     read: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **at: Any
 ) -> Tensor:
-    """What a layer that is not linear in its values reads, and beside it its codes."""
+    """What a layer that is not linear in its values reads, and beside it its weights or codes."""
     return torch.cat(with_weights(read, q, k, v, attn_mask=mask, **at), -1)
 
 
@@ -349,15 +348,15 @@ def _require_places(
 def _require_blocks(
     kind: str | Primal | Layer, sight: Sight, window: int | None, keys: int
 ) -> None:
-    """The keys of a block have one weight, and blocks are counted from the first token."""
+    """Blocks of keys have one weight and are counted from the first; a matrix of keys is whole."""
     if not sight.same_for_all:
         raise AttentionError(
-            f"kind={described(kind)} joins keys to blocks, which have one weight each, but here "
+            f"kind={described(kind)} takes keys together, the same for all queries, but here "
             "queries see different keys (packed documents, a window, a position bias, or a mask "
             "of one's own); choose another kind, or one document a row."
         )
     if window is not None and window <= keys:
         raise AttentionError(
-            f"kind={described(kind)} counts blocks from the first token, but this model forgets "
+            f"kind={described(kind)} takes keys from the first token on, but this model forgets "
             f"tokens after sliding_window={window}; choose sliding_window=None in its config."
         )
