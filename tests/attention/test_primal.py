@@ -253,6 +253,20 @@ def test_errors(name: str) -> None:
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("length", [1e2, 1e3, 1e4])
+def test_long_keys_make_a_regression(length: float) -> None:
+    """Whose exponentials are never formed: they would be exp(length²/√D)."""
+    k, y = (x[0, 0] for x in draw(0, 12, 12, batch=(1, 1))[1:])
+    k = length * torch.nn.functional.normalize(k, dim=1)
+    primal = Primal(C=10.0)
+    solution = primal.solve(k, y)
+    assert solution.gap <= 1e-6
+    for found in (solution.values, solution.beta, solution.predict(k)):
+        assert found.isfinite().all()
+    near(primal.attention()(k, k, solution.values) + solution.b, solution.predict(k), 1e-9)
+    assert (solution.predict(k) - y).abs().max() <= primal.epsilon + 1e-6
+
+
 def test_a_gap_that_stays_open_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(svr, "_minimum", lambda G, y, epsilon, C: (np.zeros(len(y)), 0.0))
     with pytest.raises(AttentionError, match=r"to a duality gap of 1.0e\+00 only, and 1e-06 is"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given
@@ -72,6 +74,58 @@ def test_long_keys_do_not_overflow() -> None:
     assert found.values.isfinite().all()
     assert math.isfinite(found.log_scale)
     assert audit_values(k, k, found.values).cosine == pytest.approx(1)
+
+
+def keys_of(length: float, alike: bool) -> Tensor:
+    """Twelve keys of one length, or of lengths up to it; alike, they differ by 1/length only."""
+    k = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    one = torch.tensor([1.0, 0, 0, 0], dtype=torch.float64)
+    return length * one + k / length if alike else length * k / k.norm(dim=1).max()
+
+
+@pytest.mark.parametrize("length", [1e2, 3e2, 1e3])
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_gram_matrix_of_long_keys_is_that_of_exact_arithmetic(
+    length: float, alike: bool
+) -> None:
+    """Whose exponentials reach exp(500,000)."""
+    k = keys_of(length, alike)
+    with mpmath.workdps(60):
+        x = mpmath.matrix(k.tolist())
+        K = (x * x.T / 2).apply(mpmath.exp)
+        g = [mpmath.fsum(K[i, :]) for i in range(12)]
+        G = mpmath.matrix(12, 12)
+        for i, j in itertools.product(range(12), repeat=2):
+            G[i, j] = K[i, j] / (g[i] * g[j])
+        largest = max(G)
+        exact = torch.tensor([[float(G[i, j] / largest) for j in range(12)] for i in range(12)])
+    center = torch.eye(12, dtype=torch.float64) - 1 / 12
+    expected = center @ exact.double() @ center
+    found = kernel_pca(k)
+    torch.testing.assert_close(found.gram, expected, rtol=0, atol=1e-7)
+    assert found.values.isfinite().all()
+    assert found.values.abs().max() > 0
+
+
+@pytest.mark.parametrize("length", [1e2, 1e3, 1e4])
+@pytest.mark.parametrize("alike", [False, True])
+def test_every_number_about_long_keys_is_finite(length: float, alike: bool) -> None:
+    k = keys_of(length, alike)
+    generator = torch.Generator().manual_seed(1)
+    for v in (kernel_pca(k).values, torch.randn(12, 3, generator=generator), torch.ones(12, 1)):
+        found = audit_values(k, k, v)
+        assert found.null is not None
+        for audit in (found, found.null):
+            for name in ("cosine", "cka", "gamma_spread", "kernel_cka", "projected"):
+                assert math.isfinite(getattr(audit, name))
+    assert audit_values(k, k, kernel_pca(k).values).cosine > 0.99
+
+
+def test_values_that_are_nothing_have_no_spread() -> None:
+    k = keys_of(1.0, False)
+    found = audit_values(k, k, torch.zeros(12, 2))
+    assert math.isnan(found.gamma_spread)
+    assert (found.cosine, found.cka, found.kernel_cka) == (0, 0, 0)
 
 
 def test_shuffled_values_are_no_principal_components() -> None:

@@ -237,7 +237,8 @@ def audit_layer(layer: nn.MultiheadAttention, x: Tensor, sample: int = 0) -> lis
 
 
 def _audit(q: Tensor, k: Tensor, v: Tensor, axes: KernelPCA, scale: float | None) -> ValueAudit:
-    duals = v * (axes.log_g - axes.log_g.max()).exp()[:, None]  # g ∘ v, up to a factor
+    log_duals = v.abs().log() + axes.log_g[:, None]  # of g ∘ v, which float64 may not hold
+    duals = v.sign() * (log_duals - log_duals.max().clamp_min(-1e300)).exp()  # up to a factor
     duals = duals - duals.mean(0)
     ideal = axes.duals - axes.duals.mean(0)
     cosines = (_unit(duals).T @ _unit(ideal)).abs()
@@ -251,13 +252,15 @@ def _audit(q: Tensor, k: Tensor, v: Tensor, axes: KernelPCA, scale: float | None
 
 
 def _gamma_spread(gram: Tensor, duals: Tensor) -> float:
-    """Over keys whose dual is not small; the median over the values' dimensions."""
+    """Over keys whose dual is not small; the median over dimensions in which values differ."""
     image, spreads = gram @ duals, []
     for a, b in zip(duals.T, image.T, strict=True):
         large = a.abs() > 0.1 * a.abs().max()
+        if not large.any():
+            continue
         ratio = b[large] / a[large]
         spreads.append(float(ratio.std(correction=0) / ratio.mean().abs().clamp_min(1e-300)))
-    return sorted(spreads)[len(spreads) // 2]
+    return sorted(spreads)[len(spreads) // 2] if spreads else math.nan
 
 
 def _projected(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
