@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import dualform
-from dualform.errors import ReadingError, RecordingError, UnknownStepError
+from dualform.errors import CoverageWarning, ReadingError, RecordingError, UnknownStepError
 from dualform.ledger import Ledger
 from dualform.read import Run
 from dualform.read.engine import ShardRange
@@ -467,3 +467,21 @@ def test_an_offset_has_a_basis_of_its_own_again_where_its_weight_needs_none() ->
     while not bases.stale:
         bases.begin_step()
     assert "b" in bases.stale
+
+
+def test_a_gradient_that_summaries_do_not_explain_is_kept_by_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    policy = summaries(4, 8)
+    warned = pytest.warns(CoverageWarning, match="not the sum of the rows")
+    with warned, dualform.record(model, optimizer, tmp_path / "run", keep=policy) as recorder:
+        for _ in range(3):
+            model(torch.randn(16, 40)).square().sum().backward()
+            model.weight.grad = torch.randn_like(model.weight)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert recorder.failure is None
+    weight = opened(tmp_path / "run").audit().books[0]
+    assert (weight.name, weight.granularity) == ("weight", "step")
+    assert "not the sum of the rows" in weight.reason

@@ -28,6 +28,8 @@ def patches(stream: Stream, records: Tensor) -> Tensor:
     layout = stream.layout
     if not stream.keys[0]:  # the stream of an offset
         return records.new_empty(len(records), math.prod(stream.values[1:]), 0)
+    if _is_pointwise(stream):
+        return _at_strides(stream, records).mT
     x = _prepared(stream, records)
     spans = zip(layout["kernel"], layout["stride"], layout["dilation"], strict=True)
     for axis, (kernel, stride, dilation) in enumerate(spans, start=2):
@@ -38,12 +40,25 @@ def patches(stream: Stream, records: Tensor) -> Tensor:
     return x.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
 
 
+def _is_pointwise(stream: Stream) -> bool:
+    """Whether each patch is the channels at one place."""
+    return all(size == 1 for size in stream.layout["kernel"])
+
+
+def _at_strides(stream: Stream, records: Tensor) -> Tensor:
+    """(records, channels, positions): the inputs that a convolution of kernel 1 reads."""
+    x = _prepared(stream, records)
+    every: list[Any] = [slice(None, None, stride) for stride in stream.layout["stride"]]
+    return x[(..., *every)].flatten(2)
+
+
 def _prepared(stream: Stream, records: Tensor) -> Tensor:
     """The inputs with zeros put in between and around."""
     x, layout = records.reshape(-1, *stream.keys), stream.layout
     if "stuffing" in layout:
         x = _stuff(x, layout["stuffing"])
-    return F.pad(x, [p for pair in reversed(layout["padding"]) for p in pair])
+    around = [p for pair in reversed(layout["padding"]) for p in pair]
+    return F.pad(x, around) if any(around) else x
 
 
 def _stuff(x: Tensor, stuffing: list[int]) -> Tensor:
@@ -77,15 +92,13 @@ def filter_gradients(stream: Stream, records: Tensor, errors: Tensor) -> Tensor:
     tensor([[[6., 9.]]])
     """
     before, after = stream.keys[1:], stream.values[1:]
-    if "stuffing" in stream.layout or (
-        stream.keys[0] * math.prod(after) < errors.shape[1] * math.prod(before)
-    ):
+    fewer = stream.keys[0] * math.prod(after) < errors.shape[1] * math.prod(before)
+    if fewer or "stuffing" in stream.layout or _is_pointwise(stream):
         return errors @ patches(stream, records)
     x = records.reshape(len(records), stream.keys[0], -1)
     seen = _seen_by(stream, errors)
     found = (seen @ x.mT).view(*errors.shape[:2], *stream.layout["kernel"], -1)
-    if math.prod(stream.layout["kernel"]) > 1:
-        found = found.flip(list(range(2, 2 + len(before))))  # offsets were counted from the last
+    found = found.flip(list(range(2, 2 + len(before))))  # offsets were counted from the last
     return found.movedim(-1, 2).flatten(2)
 
 
@@ -161,8 +174,9 @@ def convolved(stream: Stream, records: Tensor, vectors: Tensor) -> Tensor:
     >>> convolved(line, torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.ones(2, 1))
     tensor([[[3., 5., 7.]]])
     """
-    layout, dims = stream.layout, len(stream.keys) - 1
-    groups = layout["groups"]
+    layout, dims, groups = stream.layout, len(stream.keys) - 1, stream.layout["groups"]
+    if groups == 1 and _is_pointwise(stream):
+        return (vectors.T @ _at_strides(stream, records)).view(len(records), -1, *stream.values[1:])
     kernel = vectors.T.reshape(-1, stream.keys[0] // groups, *layout["kernel"])
     if "stuffing" in layout:
         kernel = kernel.flip(list(range(2, 2 + dims)))

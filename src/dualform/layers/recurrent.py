@@ -64,7 +64,8 @@ class RecurrentUse:
             site = self._site(found.weight, found.bias)
             if site is not None:
                 values = None if found.values is None else self._in_order(found.values)
-                yield Rows(site, self._in_order(found.keys), values)
+                rounding = rounding_on(found.keys.device)
+                yield Rows(site, self._in_order(found.keys), values, rounding=rounding)
 
     def _in_order(self, rows: Tensor) -> Tensor:
         return rows if self._order is None else rows[self._order]
@@ -76,3 +77,11 @@ class RecurrentUse:
             return None
         key = ("recurrent", W, b)
         return self._find.site(key, lambda: Site(first.label, book_terms(W, b), axis=0))
+
+
+def rounding_on(device: torch.device) -> torch.dtype | None:
+    """The type that cuDNN's recurrent layers round as: TF32 has as many digits as float16.
+
+    >>> rounding_on(torch.device("cpu"))
+    """
+    return torch.float16 if device.type == "cuda" and torch.backends.cudnn.allow_tf32 else None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from dualform.layers.computed import PARAMETRIZED, computed_weight, leaves
@@ -56,6 +57,8 @@ class Rows(NamedTuple):
     """A matrix with which the blocks of all these rows are multiplied, where they are."""
     is_data: bool = False
     """Whether keys are what the call was given, and do not depend on what is trained."""
+    rounding: torch.dtype | None = None
+    """The type whose rounding the gradient has, where it is coarser than that of the rows."""
 
     @property
     def record(self) -> tuple[int, ...]:

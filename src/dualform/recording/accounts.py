@@ -97,7 +97,7 @@ class Evidence:
     @property
     def rounding(self) -> float:
         """The relative rounding of the coarsest numbers involved."""
-        dtypes = [feed.opened.dtype or rows.values.dtype for feed, rows in self.pieces]
+        dtypes = [feed.opened.rounding or rows.values.dtype for feed, rows in self.pieces]
         dtypes = dtypes or [torch.float32]
         coarse = max(torch.finfo(dtype).eps for dtype in dtypes)
         return coarse if coarse < 1e-4 else coarse / 250  # 16-bit rows are summed in 32 bits
@@ -141,11 +141,11 @@ class Evidence:
         return self._keep(lambda table: touched[table[:, 0]])
 
     def _keep(self, chosen: Callable[[Tensor], Tensor]) -> Evidence:
-        """Only the segments that are chosen."""
-        feeds = [
-            replace(feed, pieces=[rows.keep(chosen(rows.segments)) for rows in feed.pieces])
-            for feed in self.feeds
-        ]
+        """Only the segments that are chosen, without pieces that have none."""
+        feeds = []
+        for feed in self.feeds:
+            kept = [rows.keep(chosen(rows.segments)) for rows in feed.pieces]
+            feeds.append(replace(feed, pieces=[rows for rows in kept if len(rows.counts)]))
         return replace(self, feeds=feeds)
 
     def batches(self, at: int) -> list[int]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualform.layers import inner_products
-from dualform.layers.patches import filter_gradients
+from dualform.layers.patches import convolved, filter_gradients
 from dualform.ledger import Stream
 
 
@@ -44,26 +43,32 @@ def summaries_of(
     >>> summaries_of(stream, rows, torch.ones(2, 2, 1), torch.ones(3, 1)).tolist()
     [[[6.0]], [[6.0]]]
     """
-    if V is None:
-        return _sums(stream, keys, errors)
-    (samples, rows, outputs), (width, inputs) = errors.shape, V.shape
-    first = outputs * width * (rows + inputs) < rows * inputs * (width + outputs)
-    if first and together == 1:
-        return _sums(stream, keys, errors) @ V
+    samples, rows, outputs = errors.shape
+    first = V is None or _is_cheaper_first(rows, outputs, *V.shape)
     if stream.layout:
-        records = keys.reshape(-1, *stream.keys)
-        return errors.mT @ inner_products(stream, records, V)[:, 0].reshape(samples, rows, inputs)
-    return errors.mT @ (keys.reshape(-1, width) @ V).view(samples, rows, inputs // together)
+        return _of_patches(stream, keys, errors, V, first)
+    width = keys.shape[-1]
+    if V is None or (first and together == 1):
+        sums = errors.mT @ keys.reshape(samples, -1, width)
+        return sums if V is None else sums @ V
+    return errors.mT @ (keys.reshape(-1, len(V)) @ V).view(samples, rows, -1)
 
 
-def _sums(stream: Stream, keys: Tensor, errors: Tensor) -> Tensor:
-    """(samples, k_o, width): errors times inputs, summed over the rows of a sample."""
+def _is_cheaper_first(rows: int, outputs: int, width: int, inputs: int) -> bool:
+    """Whether errors times whole inputs, then along V, take fewer products."""
+    return outputs * width * (rows + inputs) < rows * inputs * (width + outputs)
+
+
+def _of_patches(
+    stream: Stream, keys: Tensor, errors: Tensor, V: Tensor | None, first: bool
+) -> Tensor:
     samples, _, outputs = errors.shape
-    if not stream.layout:
-        return errors.mT @ keys.reshape(samples, -1, keys.shape[-1])
     records = keys.reshape(-1, *stream.keys)
     by_channel = errors.reshape(len(records), -1, outputs).mT
-    found = filter_gradients(stream, records, by_channel)
-    if len(records) == samples:
-        return found
-    return found.view(samples, -1, *found.shape[1:]).sum(1)
+    if V is None or first:
+        found = filter_gradients(stream, records, by_channel)
+    else:
+        found = by_channel @ convolved(stream, records, V).flatten(2).mT
+    if len(records) > samples:
+        found = found.view(samples, -1, *found.shape[1:]).sum(1)
+    return found if V is None or not first else found @ V

@@ -59,14 +59,13 @@ class Entries:
     def add(self, account: Evidence) -> None:
         """Encodes the rows of an account."""
         for feed in account.feeds:
-            pieces = [rows for rows in feed.pieces if len(rows.counts)]
-            if pieces:
-                recorded = _of_one_dtype(pieces)
+            if feed.pieces:
+                recorded = _of_one_dtype(feed.pieces)
                 numbers = feed.opened.numbers
                 asked = [self.plan.keep[book] for book in feed.terms]
                 kind = codec_for([numbers] if numbers else asked)
                 self.codecs[feed.stream.name] = kind.for_records(recorded[0])
-                for rows, records in zip(pieces, recorded, strict=True):
+                for rows, records in zip(feed.pieces, recorded, strict=True):
                     self._encode(feed, rows, records)
 
     def residual_arrays(self) -> dict[str, list[Tensor]]:

@@ -43,8 +43,8 @@ class OpenStream:
     """What its records are kept in, where they are summaries."""
     numbers: str = ""
     """The policy by which its records are stored; empty for that of its books."""
-    dtype: torch.dtype | None = None
-    """What the rows were recorded in that are summarized here."""
+    rounding: torch.dtype | None = None
+    """The type whose rounding the rows have, where it is not that of the records."""
     repeats: bool = False
     """Whether the same keys may come again, with the same samples."""
 
@@ -126,18 +126,18 @@ class Streams:
         numbers = self._keep.numbers(keep)
         repeats = rows.is_data and self.expects_repeats
         given = (site, stream, dict(site.terms), order)
-        opened = OpenStream(*given, numbers=numbers, repeats=repeats)
+        opened = OpenStream(*given, numbers=numbers, rounding=rows.rounding, repeats=repeats)
         self.all.append(StreamWriter(opened, self.pool))
         shapes = {book: tuple(self._parameters[book].shape) for book in site.terms}
         self.all[-1].reducer = reducer_for(site, stream, keep, shapes, self._bases)
         return self.all[-1]
 
-    def of_summary(self, layer: StreamWriter, part: Reduced, dtype: torch.dtype) -> StreamWriter:
+    def of_summary(self, layer: StreamWriter, part: Reduced, rounding: torch.dtype) -> StreamWriter:
         """The stream of what is kept of a layer's rows for one book."""
         U, V = (None, None) if part.bases is None else (part.bases.outputs, part.bases.inputs)
         sides = () if part.bases is None else tuple(0 if t is None else t.shape[1] for t in (U, V))
         width = tuple(part.values.shape[part.values.ndim - part.value_dims :])
-        key = (id(layer), part.book, id(U), id(V), width, dtype)
+        key = (id(layer), part.book, id(U), id(V), width, rounding)
         if key not in self._summaries:
             dims = (part.key_dims, part.value_dims)
             site = Site(part.book, {part.book: part.term}, *dims)
@@ -148,7 +148,7 @@ class Streams:
             stream = self._named(site, replace(stream, name=name))
             self._taken.add(stream.name)
             given = (site, stream, {part.book: part.term}, of.order, of)
-            opened = OpenStream(*given, part.bases, part.numbers, dtype)
+            opened = OpenStream(*given, part.bases, part.numbers, rounding)
             self._summaries[key] = StreamWriter(opened, self.pool)
             self.all.append(self._summaries[key])
         return self._summaries[key]
@@ -275,7 +275,7 @@ class RowWriter:
         if parts is None:
             self.write_rows(stream, keys, values, batch, order, rows.shared)
         else:
-            self.write_records(stream, parts, batch, values.dtype)
+            self.write_records(stream, parts, batch, rows.rounding or values.dtype)
 
     def write_rows(
         self,
@@ -293,21 +293,21 @@ class RowWriter:
         self.bytes += stream.pages.write(self.step, samples, keys, values, order, shared)
 
     def write_records(
-        self, stream: StreamWriter, parts: Iterable[Reduced], batch: Batch, dtype: torch.dtype
+        self, stream: StreamWriter, parts: Iterable[Reduced], batch: Batch, rounding: torch.dtype
     ) -> None:
-        """Writes what is kept of the rows of a layer, which were of this type."""
+        """Writes what is kept of the rows of a layer, which were rounded as this type is."""
         samples = self._samples(batch)
         for part in parts:
-            summary = self.streams.of_summary(stream, part, dtype)
+            summary = self.streams.of_summary(stream, part, rounding)
             if self.tally is not None:
                 kept = summary.opened.stream
                 self.tally.store(part.numbers, kept, part.keys, part.values)
             given = (part.keys, part.values, part.order)
             self.bytes += summary.pages.write(self.step, samples, *given, reach=part.reach)
 
-    def bundle(self, stream: StreamWriter, part: Reduced, dtype: torch.dtype, at: slice) -> None:
+    def bundle(self, stream: StreamWriter, part: Reduced, rounding: torch.dtype, at: slice) -> None:
         """From now on, bundles have the summaries of a layer in these columns."""
-        summary = self.streams.of_summary(stream, part, dtype)
+        summary = self.streams.of_summary(stream, part, rounding)
         height, width = part.values.shape[1:]
         self._places[id(summary)] = BundlePlace(at, (height, width))
 
