@@ -477,7 +477,7 @@ def test_a_gradient_that_summaries_do_not_explain_is_kept_by_step(tmp_path: Path
     warned = pytest.warns(CoverageWarning, match="not the sum of the rows")
     with warned, dualform.record(model, optimizer, tmp_path / "run", keep=policy) as recorder:
         for _ in range(3):
-            model(torch.randn(16, 40)).square().sum().backward()
+            model(torch.randn(600, 40)).square().sum().backward()
             model.weight.grad = torch.randn_like(model.weight)
             optimizer.step()
             optimizer.zero_grad()
