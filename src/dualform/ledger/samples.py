@@ -193,8 +193,12 @@ def describe_samples(
     labels: Sequence[Label] | Tensor | None = None,
     previews: Previews | None = None,
     columns: Columns | None = None,
+    writer: tuple[int, int] = (0, 1),
 ) -> None:
-    """Adds labels, columns and previews to samples; a later description of an id replaces it."""
+    """Adds labels, columns and previews to samples; a later description of an id replaces it.
+
+    `writer` is the rank of several that may describe samples at once: each has pages of its own.
+    """
     check_ids(ids, "recorder.describe")
     columns = columns or {}
     if LABEL in columns:
@@ -208,7 +212,9 @@ def describe_samples(
     folder.mkdir(exist_ok=True)
     require(folder, "a folder")
     taken = [int(entry.stem) for entry in folder.iterdir() if entry.stem.isdecimal()]
-    page = folder / f"{max(taken, default=0) + 1:04d}.json"
+    rank, of = writer
+    after = max(taken, default=0) + 1
+    page = folder / f"{after + (rank - after) % of:04d}.json"
     description: dict[str, Any] = {"ids": plain_list(ids), "labels": plain_list(labels), "kind": ""}
     if columns:
         description["columns"] = {name: plain_list(values) for name, values in columns.items()}

@@ -1,8 +1,7 @@
 """Accounts: what the rows of some steps say about the gradients that these steps used.
 
 An account is the books that share streams. They are checked together: usually a weight and its
-bias. Their rows and their gradients are probed alike (`probe.py`), and one number, the step's
-*factor*, must lead from the ones to the others.
+bias. Their rows and their gradients are probed alike (`probe.py`). `factors.py` compares the two.
 """
 
 from __future__ import annotations
@@ -21,14 +20,11 @@ from dualform.optimizers import BY_ROW
 from dualform.recording.messages import Pages, RecordedStep
 from dualform.recording.pages import StreamRows, rows_by_sample
 from dualform.recording.probe import Look, in_double, probe_rows
+from dualform.recording.processes import Line
 from dualform.recording.streams import OpenStream
 
 NOISE = 16.0
 """How many roundings of its terms a gradient must exceed to be more than rounding."""
-MISMATCH = 1000.0
-"""How many roundings of their terms two probes may differ by."""
-UNSCALED = 32.0
-"""How many roundings a factor may differ from 1 and still be 1."""
 
 
 class AccountPart(NamedTuple):
@@ -74,6 +70,10 @@ class Evidence:
     """(steps, numbers): whether the step changed the number's book by row, and it was probed."""
     unprobed: Tensor
     """(steps,): whether the step changed the account by row, and it was not probed."""
+    rounding: float = 0.0
+    """The relative rounding of the coarsest numbers involved."""
+    has_16_bits: bool = False
+    """Whether some rows are numbers of 16 bits."""
 
     @property
     def pieces(self) -> list[tuple[Feed, StreamRows]]:
@@ -94,19 +94,11 @@ class Evidence:
             for look, columns in [self.looks[book]]
         ]
 
-    @property
-    def rounding(self) -> float:
-        """The relative rounding of the coarsest numbers involved."""
-        dtypes = [feed.opened.rounding or rows.values.dtype for feed, rows in self.pieces]
-        dtypes = dtypes or [torch.float32]
-        coarse = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return coarse if coarse < 1e-4 else coarse / 250  # 16-bit rows are summed in 32 bits
-
     def is_summarized(self, book: str) -> bool:
         """Whether some of a book's rows are not kept as they are."""
         return any(feed.opened.bases is not None for feed in self.feeds if book in feed.terms)
 
-    def noise(self, factor: Tensor) -> set[str]:
+    def noise(self, factor: Tensor, line: Line) -> set[str]:
         """Books in which a gradient is zero but for rounding, though errors came in.
 
         Such are offsets that what follows takes out again: a bias before a batch normalization,
@@ -123,6 +115,7 @@ class Evidence:
                         plain = replace(rows, values=rows.values.abs(), keys=rows.keys.abs())
                         probe, _ = probe_rows(feed.stream, feed.terms[name], plain, look)
                         size.index_add_(0, rows.segments[:, 0], probe.to(size))
+                (size,) = line.total([size])
                 reach = size * factor.abs()[:, None]
                 small = self.u[:, columns].abs() <= NOISE * self.rounding * reach
                 if bool((small & (size > 0)).any()):
@@ -159,10 +152,11 @@ def gather_evidence(
     steps: Sequence[RecordedStep],
     pages: Pages,
     probes: Mapping[str, Tensor],
+    line: Line,
 ) -> list[Evidence]:
     """What the rows of each account say about these steps, and the first so many probes.
 
-    `columns` has the column of each book in a step's states.
+    `columns` has the column of each book in a step's states. The rows are those of this process.
     """
     states = torch.tensor([step.states for step in steps])
     first, last = steps[0].number, steps[-1].number
@@ -192,7 +186,28 @@ def gather_evidence(
         u = torch.cat([probes[name] for name in probed], 1)[: len(states)]
         unprobed = torch.stack([by_row[name] & ~seen[name] for name in probed]).any(0)
         evidence.append(Evidence(feeds, probed, u, torch.cat(active, 1), unprobed))
-    return evidence
+    return _with_roundings(evidence, line)
+
+
+def _with_roundings(evidence: Sequence[Evidence], line: Line) -> list[Evidence]:
+    """The evidence with the relative rounding of its rows, which another process may have."""
+    found = torch.zeros(2, len(evidence), dtype=torch.float64)
+    for at, account in enumerate(evidence):
+        dtypes = {feed.opened.rounding or rows.values.dtype for feed, rows in account.pieces}
+        found[0, at] = max([torch.finfo(dtype).eps for dtype in dtypes], default=0.0)
+        kept = [torch.finfo(rows.values.dtype).bits for _, rows in account.pieces]
+        found[1, at] = min(kept, default=64) < 32
+    (found,) = line.largest([found])
+    usual = torch.finfo(torch.float32).eps
+    coarse = [eps or usual for eps in found[0].tolist()]
+    # 16-bit rows are summed in 32 bits
+    roundings = [eps if eps < 1e-4 else eps / 250 for eps in coarse]
+    return [
+        replace(account, rounding=rounding, has_16_bits=has_16_bits)
+        for account, rounding, has_16_bits in zip(
+            evidence, roundings, found[1].bool().tolist(), strict=True
+        )
+    ]
 
 
 def accounts_of(streams: Sequence[OpenStream | Declaration]) -> list[tuple[set[str], list[int]]]:
@@ -247,138 +262,3 @@ def finite_steps(
             if error is None or bad < error.step:
                 error = NonFiniteError.at(book, bad)
     return [step for step in steps if error is None or step.number < error.step], error
-
-
-@dataclass(frozen=True)
-class Tally:
-    """The probes of some accounts: those of the gradients, u, and those of the rows, w."""
-
-    u: list[Tensor]
-    """For each account (steps, numbers)."""
-    w: list[Tensor]
-    size: Tensor
-    """(steps, accounts): how large the terms of w are."""
-    touched: Tensor
-    """(steps, accounts): whether the step changed the account at all."""
-    rounding: Tensor
-    """(accounts,): relative."""
-
-    @classmethod
-    def of(cls, accounts: Sequence[Evidence]) -> Tally:
-        """Probes the rows of all accounts, and brings what they say into main memory at once."""
-        parts = [account.parts() for account in accounts]
-        said = iter(
-            in_double([t for group in parts for part in group for t in (part.probe, part.size)])
-        )
-        ws, sizes = [], []
-        for account, group in zip(accounts, parts, strict=True):
-            w, size = torch.zeros_like(account.u), account.u.new_zeros(len(account.u))
-            for part in group:
-                w[:, part.columns].index_add_(0, part.at, next(said))
-                counts = account.active[part.at, part.columns.start]
-                size.index_add_(0, part.at, next(said) * counts)
-            ws.append(torch.where(account.active, w, 0.0))
-            sizes.append(size)
-        return cls(
-            [account.u for account in accounts],
-            ws,
-            torch.stack(sizes, 1),
-            torch.stack([account.touched for account in accounts], 1),
-            torch.tensor([account.rounding for account in accounts], dtype=torch.float64),
-        )
-
-    @cached_property
-    def products(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(steps, accounts) each: u·w, w·w and the length of u."""
-        pairs = list(zip(self.u, self.w, strict=True))
-        return (
-            torch.stack([(u * w).sum(1) for u, w in pairs], 1),
-            torch.stack([w.square().sum(1) for w in self.w], 1),
-            torch.stack([torch.linalg.vector_norm(u, dim=1) for u in self.u], 1),
-        )
-
-    def agrees(self, factor: Tensor) -> Tensor:
-        """(steps, accounts): whether `u = κ w` to within rounding, with κ (steps, accounts)."""
-        each = zip(self.u, self.w, factor.unbind(1), strict=True)
-        gaps = [torch.linalg.vector_norm(u - k[:, None] * w, dim=1) for u, w, k in each]
-        reach = self.size * factor.abs() + self.products[2]
-        return (torch.stack(gaps, 1) <= MISMATCH * self.rounding * reach) | ~self.touched
-
-    def own_factor(self) -> Tensor:
-        """(steps, accounts): the κ that fits each account best."""
-        return _ratio(*self.products[:2])
-
-    def shared_factor(self) -> Tensor:
-        """(steps,): the least-squares κ over all accounts, each weighted by how well it knows."""
-        known = self.touched & (self.size > 0)
-        weight = torch.where(known, (self.rounding * self.size) ** -2, 0.0)
-        above, below = ((weight * product).sum(1) for product in self.products[:2])
-        factor = _ratio(above, below)
-        doubt = UNSCALED / below.clamp_min(1e-300).sqrt()
-        return torch.where((factor - 1).abs() <= doubt, 1.0, factor)
-
-
-def find_factors(evidence: Sequence[Evidence]) -> tuple[list[Evidence], Tensor, Tensor]:
-    """Finds κ for each step and account: evidence, factors and agreement (steps, accounts).
-
-    One κ for all accounts where it fits (clipping by global norm, loss scales), because together
-    they determine it best; each account its own where not. An account that agrees with neither
-    is tried without its earlier backward passes: `zero_grad` may have thrown those away.
-    """
-    chosen, found = list(evidence), Fit.of(evidence)
-    if not bool(found.agreed.all()):
-        for at, account in torch.nonzero(~found.agreed).tolist():
-            chosen[account] = _without_discarded(chosen[account], at)
-        found = Fit.of(chosen)
-    unprobed = torch.stack([account.unprobed for account in chosen], 1)
-    uniform = found.is_shared.all(0)  # where probed, all accounts had one factor
-    factors = torch.where(unprobed, found.shared, found.factors)
-    agreed = torch.where(unprobed, uniform[None].expand_as(unprobed), found.agreed)
-    factors = torch.where(agreed & (found.touched | unprobed), factors, 0.0)
-    return [account.of_touched() for account in chosen], factors, agreed
-
-
-class Fit(NamedTuple):
-    """The factors that lead from rows to gradients; all (steps, accounts)."""
-
-    shared: Tensor
-    """The one κ that fits all accounts of a step best."""
-    factors: Tensor
-    """That, where it fits; else the account's own."""
-    is_shared: Tensor
-    """Whether the shared one fits, or there is nothing to fit."""
-    agreed: Tensor
-    """Whether one of the two does."""
-    touched: Tensor
-    """Whether the step changed the account, and it was probed."""
-
-    @classmethod
-    def of(cls, evidence: Sequence[Evidence]) -> Fit:
-        """Compares what rows and gradients say."""
-        tally = Tally.of(evidence)
-        shared = tally.shared_factor()[:, None].expand_as(tally.size)
-        fits, own = tally.agrees(shared), tally.own_factor()
-        return cls(
-            shared,
-            torch.where(fits, shared, own),
-            fits | ~tally.touched,
-            fits | tally.agrees(own),
-            tally.touched,
-        )
-
-
-def _without_discarded(account: Evidence, at: int) -> Evidence:
-    """The account without the passes of a step that were thrown away before others came.
-
-    Where no pass explains the gradient, it has no rows of that step.
-    """
-    for first in account.batches(at)[1:]:
-        trial = account.from_batch(at, first)
-        tally = Tally.of([trial])
-        if bool(tally.agrees(tally.own_factor())[at, 0]):
-            return trial
-    return account.from_batch(at, 2**62)
-
-
-def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    return torch.where(below > 0, above / below.clamp_min(1e-300), 1.0)

@@ -19,7 +19,6 @@ from dualform.owners import BatchSamples
 from dualform.recording.accounts import (
     Evidence,
     accounts_of,
-    find_factors,
     finite_steps,
     gather_evidence,
     probes_of,
@@ -28,8 +27,10 @@ from dualform.recording.batch_sizes import BatchSizes
 from dualform.recording.book_states import Event, Note
 from dualform.recording.entries import Entries
 from dualform.recording.excerpts import Excerpt, differing
+from dualform.recording.factors import find_factors
 from dualform.recording.messages import Findings, Handover, Pages, RecordedStep, WeightSpan
 from dualform.recording.plan import Plan
+from dualform.recording.processes import Line
 from dualform.recording.reconcile import Reconciler, unlike
 from dualform.recording.streams import OpenStream
 from dualform.recording.transfer import to_host
@@ -59,8 +60,9 @@ class Bookkeeper:
         samples: SampleNumbers,
         reconciler: Reconciler,
         now: Excerpt,
+        line: Line,
     ) -> None:
-        self._plan, self._reconciler = plan, reconciler
+        self._plan, self._reconciler, self._line = plan, reconciler, line
         self._samples, self._batch_sizes = samples, BatchSizes()
         self._last = now
         """The parameters after the last step of the last hand-over, or after what followed it."""
@@ -85,11 +87,12 @@ class Bookkeeper:
         factors = torch.zeros(len(steps), len(columns), dtype=torch.float64)
         events = self._changed_between(steps, handover, accounts)
         events += self._edited(steps, span, accounts)
-        gathered = gather_evidence(columns, steps, handover.pages, probes)
         if error is None:
             events += self._changed_without_rows(steps, span, accounts)
+        events = self._of_all(events)
+        gathered = gather_evidence(columns, steps, handover.pages, probes, self._line)
         if gathered:
-            evidence, found, agreed = find_factors(gathered)
+            evidence, found, agreed = find_factors(gathered, self._line)
             events += self._refuted(steps, evidence, agreed, handover.refused)
             if error is None:
                 events += self._unaccounted(steps, evidence, found, handover, accounts)
@@ -112,13 +115,28 @@ class Bookkeeper:
             steps = self._book_as_changes(broken, steps, span)
         arrays |= self._samples.arrays(handover.pages, arrays)
         arrays |= _step_arrays(steps, factors)
+        if self._line.rank == 0:  # in all processes they are the same
+            arrays |= _observed_arrays(steps)
         notes = [*(n for step in steps for n in step.notes), *(note for _, note in events)]
-        as_json = [note._asdict() for note in notes]
+        as_json = [note._asdict() for note in notes if self._line.rank == 0]
         declared = self._declare(streams, entries.codecs, arrays)
         repeating = frozenset(opened.stream.name for opened in streams if opened.repeats)
         span_of = (steps[0].number, steps[-1].number)
         block = ShardBlock(*span_of, arrays, as_json, declared, repeating)
         return block, error, Findings(tuple(events), remarks)
+
+    def _of_all(self, events: list[tuple[Event, Note]]) -> list[tuple[Event, Note]]:
+        """What one of the processes found about books holds for all of them."""
+        if self._line.of == 1:
+            return events
+        own = [[event.name, *note] for event, note in events]
+        found = {
+            note[1]: (Event[event], Note(*note))
+            for said in reversed(self._line.said(own))
+            for event, *note in said
+        }
+        self._broken |= found.keys()
+        return [found[book] for book in sorted(found)]
 
     def _declare(
         self, streams: Sequence[OpenStream], codecs: Mapping[str, Codec], arrays: Arrays
@@ -317,12 +335,17 @@ def _with_changes(steps: Sequence[RecordedStep], name: str, before: Tensor) -> T
 def _step_arrays(steps: Sequence[RecordedStep], factors: Tensor) -> Arrays:
     groups = max(len(step.hyper) for step in steps)  # a group may have been added on the way
     hyper = [step.hyper + step.hyper[:1] * (groups - len(step.hyper)) for step in steps]
-    arrays = {
+    return {
         "hyper": [torch.tensor(hyper, dtype=torch.float64)],
         "groups": [torch.tensor([step.groups for step in steps], dtype=torch.int16)],
         "states": [torch.tensor([step.states for step in steps], dtype=torch.uint8)],
         "factors": [factors],
     }
+
+
+def _observed_arrays(steps: Sequence[RecordedStep]) -> Arrays:
+    """What the steps did to books that are kept by step, and what they divided others by."""
+    arrays: Arrays = {}
     for book in dict.fromkeys(name for step in steps for name in step.changes):
         found = [(step.number, step.changes[book]) for step in steps if book in step.changes]
         arrays[f"{book}/changes"] = [to_host(torch.stack([change for _, change in found]))]

@@ -15,6 +15,7 @@ from dualform.ledger import Background, LedgerWriter
 from dualform.recording.bookkeeping import Bookkeeper
 from dualform.recording.messages import Findings, Handover
 from dualform.recording.pages import PagePool
+from dualform.recording.processes import Line
 from dualform.recording.transfer import to_host
 
 HANDOVER_BYTES = 32 << 20
@@ -39,11 +40,12 @@ class Delivery:
         bookkeeper: Bookkeeper,
         pool: PagePool,
         parameters: Iterable[Tensor],
+        line: Line,
     ) -> None:
-        self._writer, self._bookkeeper, self._pool = writer, bookkeeper, pool
+        self._writer, self._bookkeeper, self._pool, self._line = writer, bookkeeper, pool, line
         self._beside = SideStream(parameters)
         self._findings: queue.SimpleQueue[Findings] = queue.SimpleQueue()
-        self._background = Background(self._deliver)
+        self._background = Background(self._deliver_or_cut)
 
     def handover_bytes(self, shard: int) -> int:
         """How large a hand-over should be, for shards of this size."""
@@ -80,6 +82,13 @@ class Delivery:
         """Up to which step the run is readable."""
         return self._writer.committed
 
+    def _deliver_or_cut(self, handover: Handover) -> None:
+        try:
+            self._deliver(handover)
+        except BaseException:
+            self._line.close()  # other processes must not wait for this one
+            raise
+
     def _deliver(self, handover: Handover) -> None:
         error = None
         with self._beside.after(handover.ready):
@@ -104,6 +113,33 @@ class Delivery:
             if not moved_on:
                 self._writer.weights(handover.step, weights, handover.mark)
             self._findings.put(Findings(unkept=handover.step if moved_on else 0))
+
+
+class Waiting:
+    """What the writer's thread has found of each hand-over, until it is applied.
+
+    >>> waiting = Waiting()
+    >>> waiting.put(Findings(remarks=("one",))); waiting.put(Findings(remarks=("two",)))
+    >>> [findings.remarks for findings in waiting.take(1)], waiting.count
+    ([('one',)], 2)
+    """
+
+    def __init__(self) -> None:
+        self._findings: list[Findings] = []
+        self.count = 0
+        """How many there were so far."""
+
+    def put(self, findings: Findings) -> None:
+        """Something was found."""
+        self._findings.append(findings)
+        self.count += 1
+
+    def take(self, until: int | None) -> list[Findings]:
+        """What was not taken yet of the first so many; of all, if None."""
+        rest = 0 if until is None else max(0, self.count - until)
+        ready = max(0, len(self._findings) - rest)
+        found, self._findings = self._findings[:ready], self._findings[ready:]
+        return found
 
 
 class SideStream:

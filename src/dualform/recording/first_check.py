@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from dualform.optimizers import Rule
-from dualform.recording.accounts import Evidence, find_factors, gather_evidence, probes_of
+from dualform.recording.accounts import Evidence, gather_evidence, probes_of
 from dualform.recording.book_states import BookStates, Event
 from dualform.recording.bookkeeping import NOISY, UNEXPLAINED
+from dualform.recording.factors import find_factors
+from dualform.recording.meeting import Meeting
 from dualform.recording.messages import RecordedStep
 from dualform.recording.plan import Plan
 from dualform.recording.sample_ids import SampleIds
@@ -18,10 +20,26 @@ class FirstCheck:
     """Holds the rows written so far against the gradients of the step that is about to be made."""
 
     def __init__(
-        self, plan: Plan, rule: Rule, states: BookStates, watch: Watch, sample_ids: SampleIds
+        self,
+        plan: Plan,
+        rule: Rule,
+        states: BookStates,
+        watch: Watch,
+        sample_ids: SampleIds,
+        meeting: Meeting,
     ) -> None:
         self._plan, self._rule, self._states = plan, rule, states
-        self._watch, self._sample_ids = watch, sample_ids
+        self._watch, self._sample_ids, self._meeting = watch, sample_ids, meeting
+
+    def number_unnamed(self) -> None:
+        """Refuses samples without ids where they must have some; of several processes."""
+        if self._watch.rows.unnamed and not self._sample_ids.is_numbered:
+            self._sample_ids.number()
+
+    @property
+    def naming(self) -> int:
+        """1 where samples have ids, 2 where they are numbered, 0 where nobody knows yet."""
+        return 2 if self._sample_ids.is_numbered else int(self._sample_ids.named)
 
     def require_ids(self, step: RecordedStep) -> None:
         """Refuses samples without ids where they must have some, and are in the gradient."""
@@ -39,10 +57,10 @@ class FirstCheck:
         if step.probe is None or not bool(step.probe[1].isfinite().all()):
             return {}
         evidence, factors, agreed = self._compare(step)
-        failed: dict[str, str] = {}
+        failed, line = dict[str, str](), self._meeting.line
         for at, account in enumerate(evidence):
             if not self._rule.by_numbers:
-                failed |= dict.fromkeys(account.noise(factors[:, at]), NOISY)
+                failed |= dict.fromkeys(account.noise(factors[:, at], line), NOISY)
             if not agreed[0, at]:
                 refused = self._watch.owners.refused
                 failed |= {book: refused.get(book, UNEXPLAINED) for book in account.looks}
@@ -52,5 +70,7 @@ class FirstCheck:
 
     def _compare(self, step: RecordedStep) -> tuple[list[Evidence], Tensor, Tensor]:
         """What the rows so far say about a step, before it is made."""
-        pages, probes = self._watch.rows.peek(), probes_of([step])
-        return find_factors(gather_evidence(self._plan.columns, [step], pages, probes))
+        pages, probes = self._meeting.pages(self._watch.rows.peek()), probes_of([step])
+        line = self._meeting.line
+        evidence = gather_evidence(self._plan.columns, [step], pages, probes, line)
+        return find_factors(evidence, line)

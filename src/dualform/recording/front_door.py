@@ -33,8 +33,12 @@ def record(
     strict: bool = False,
     keep: Keep = AUTO,
     layers: str | Sequence[str] | None = None,
+    processes: int | None = None,
 ) -> Recorder:
     """Records the training loop inside the `with` statement as a ledger at `path`.
+
+    Where torch.distributed trains with several processes, each of them calls this, with the same
+    path: together they record one run.
 
     >>> import tempfile, torch, dualform
     >>> path = tempfile.mkdtemp() + "/run"
@@ -69,6 +73,9 @@ def record(
             what each policy takes.
         layers: the layers that are recorded, by the same patterns: `layers=["head", "*.mlp"]`. All
             other parameters are kept as with keep="steps", which takes their size a step.
+        processes: how many processes record together; all of torch.distributed, if left out. To go
+            on with a run that another number has recorded, it must be given. 1 records this
+            process by itself, for models that share no gradients.
     """
     return Recorder(
         model,
@@ -83,6 +90,7 @@ def record(
         strict=strict,
         keep=keep,
         layers=layers,
+        processes=processes,
     )
 
 

@@ -154,15 +154,23 @@ def _first_argument(frame: FrameType) -> object:
     return values[names[0]] if names else next(iter(values[others] if others else ()), None)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, without what compiles it or averages its gradients."""
+    model = before_compile(model)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return before_compile(model.module)
+    return model
+
+
 def refuse_wrapped(model: nn.Module) -> None:
     """Refuses models whose own calls are not those that see the batch."""
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+    if isinstance(model, nn.DataParallel):
         raise RecordingError(
-            f"the model is wrapped in {type(model).__name__}: its gradients come from several "
-            "replicas. Record on one device and in one process (CUDA_VISIBLE_DEVICES=0, without "
-            "torchrun or with `accelerate launch --num_processes 1`)."
+            "the model is wrapped in DataParallel: its gradients come from several replicas in one "
+            "process. Start one process for each GPU (torchrun) and use DistributedDataParallel, "
+            "or record on one device (CUDA_VISIBLE_DEVICES=0)."
         )
-    for name, module in before_compile(model).named_modules():
+    for name, module in unwrapped(model).named_modules():
         if name and is_compiled(module):
             raise RecordingError(
                 f"its module '{name}' is compiled, and a compiled module makes no calls that could "

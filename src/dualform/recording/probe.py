@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualform.layers import inner_products
-from dualform.layers.patches import at_positions
+from dualform.layers.patches import at_positions, gradient_row
 from dualform.ledger import Stream, Term
 from dualform.memory.forms import form_named
 from dualform.recording.pages import StreamRows
@@ -199,6 +199,36 @@ def shared_line(stream: Stream, term: Term, records: StreamRows, row: int) -> Te
         a, lines = _shared_lines(term, segment, M, slice(row, row + 1))
         found.append((a[:, :, None] * lines).sum(0))
     return torch.cat(found)
+
+
+def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width: int) -> Tensor:
+    """(segments, width): one row of the gradient, from the rows of a product or of a table."""
+    if records.shared is not None and not stream.layout:
+        return shared_line(stream, term, records, row)
+    wide = torch.promote_types(records.values.dtype, torch.float32)
+    values, (top, left), count = records.values.to(wide), term.at, len(records.counts)
+    found = values.new_zeros(count, width)
+    if not form_named(term.form).has_sides:
+        chosen = (records.keys[:, 0] + top == row)[:, None]
+        at = torch.arange(count).repeat_interleave(records.counts).to(values.device)
+        found[:, left : left + values.shape[1]].index_add_(0, at, values * chosen)
+        return found
+    height = stream.values[0] if stream.layout else values.shape[1]
+    if not (top <= row < top + height and len(values)):
+        return found
+    keys = records.keys.to(wide)
+    if stream.layout:
+        pairs = zip(keys.chunk(count), values.chunk(count), strict=True)  # all of one size
+        line = torch.stack([gradient_row(stream, k, v, row - top) for k, v in pairs])
+        line = line if records.shared is None else line * records.shared.to(wide)
+        found[:, left : left + line.shape[1]] = line
+        return found
+    part = keys.shape[1] // term.groups  # a group of outputs has its own part of the keys
+    start = (row - top) * term.groups // height * part
+    keys = keys[:, start : start + part]
+    errors = values[:, row - top].reshape(count, 1, -1)
+    found[:, left : left + keys.shape[1]] = (errors @ keys.reshape(count, -1, keys.shape[1]))[:, 0]
+    return found
 
 
 def _by_segment(stream: Stream, records: StreamRows) -> Iterator[tuple[StreamRows, Tensor]]:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dualform.layers import patches
-from dualform.ledger import Stream, Term
+from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix, matrix_shape
 from dualform.memory.forms import form_named
 from dualform.optimizers import (
@@ -31,13 +30,14 @@ from dualform.optimizers import (
     Rule,
     State,
 )
-from dualform.recording.accounts import MISMATCH, Evidence
+from dualform.recording.accounts import Evidence
 from dualform.recording.excerpts import ROUNDINGS
+from dualform.recording.factors import MISMATCH
 from dualform.recording.keep import Summaries
 from dualform.recording.messages import RecordedStep
-from dualform.recording.pages import StreamRows
 from dualform.recording.plan import Plan
-from dualform.recording.probe import Look, in_double, probe_rows, shared_line
+from dualform.recording.probe import Look, gradient_at, in_double, probe_rows
+from dualform.recording.processes import Line
 from dualform.recording.step_numbers import NumbersOfSteps, numbers_of_steps
 
 FOLLOWED = 1024
@@ -120,8 +120,8 @@ def _is_large(plan: Plan, name: str) -> bool:
 class Reconciler:
     """Follows every book that is kept by row, and names those that end somewhere else."""
 
-    def __init__(self, plan: Plan, rule: Rule, optimizer: Optimizer) -> None:
-        self._plan, self._rule = plan, rule
+    def __init__(self, plan: Plan, rule: Rule, optimizer: Optimizer, line: Line) -> None:
+        self._plan, self._rule, self._line = plan, rule, line
         self._memory = {
             name: {part: kept.detach().clone().to_dense() for part, kept in memory.items()}
             for name, parameter in plan.parameters.items()
@@ -171,38 +171,57 @@ class Reconciler:
         places = [
             (at, name)
             for at, account in enumerate(evidence)
-            if not (signs and _has_16_bits(account))
+            if not (signs and account.has_16_bits)
             for name in account.looks
             if not (account.is_summarized(name) or _is_large(self._plan, name))
             if name in before and BY_ROW in {step.states[self._column[name]] for step in steps}
         ]
+        self._begin_following(evidence, places)
         parts = [self._parts(evidence[at], name) for at, name in places]
         said = iter(in_double([t for group in parts for _, *pair in group for t in pair]))
-        for (at, name), group in zip(places, parts, strict=True):
-            column, numbers = self._column[name], len(self._followed[name].b)
-            w = torch.zeros(len(steps), numbers, dtype=torch.float64)
+        sums: list[Tensor] = []
+        for (_, name), group in zip(places, parts, strict=True):
+            w = torch.zeros(len(steps), len(self._followed[name].b), dtype=torch.float64)
             size = w.new_zeros(len(steps))
             for where, _, _ in group:
                 w.index_add_(0, where, next(said))
                 size.index_add_(0, where, next(said))
-            rounding = evidence[at].rounding
+            sums += [w, size]
+        summed = iter(self._line.total(sums))
+        for at, name in places:
+            column, account = self._column[name], evidence[at]
             hyper = [step.hyper[max(step.groups[column], 0)] for step in steps]
             states = [step.states[column] for step in steps]
-            reach = size * factors[:, at].abs() * rounding
-            w *= factors[:, at, None]
+            w, size = next(summed), next(summed)
+            reach = size * factors[:, at].abs() * account.rounding
+            w = w * factors[:, at, None]
             for t, state in enumerate(states):
                 if state == OBSERVED:
                     w[t], reach[t] = self._followed[name].of(steps[t].changes[name]), 0.0
-            yield name, BookCourse(column, states, hyper, w, reach, _has_16_bits(evidence[at]))
+            yield name, BookCourse(column, states, hyper, w, reach, account.has_16_bits)
+
+    def _begin_following(
+        self, evidence: Sequence[Evidence], places: Sequence[tuple[int, str]]
+    ) -> None:
+        """Decides where books are looked at that were not followed before.
+
+        Of a table it looks at a row that was read: the first process that has read one says which.
+        """
+        new = [(evidence[at], name) for at, name in places if name not in self._followed]
+        terms, first = [], []
+        for account, name in new:
+            terms.append(next(feed.terms[name] for feed in account.feeds if name in feed.terms))
+            is_table = not form_named(terms[-1].form).has_sides
+            keys = [rows.keys for feed, rows in account.pieces if is_table and name in feed.terms]
+            first.append(next((int(places[0, 0]) for places in keys if len(places)), -1))
+        read = self._line.numbers(first) if new else []
+        for index, (_, name) in enumerate(new):
+            seen = [own[index] for own in read if own[index] >= 0]
+            self._followed[name] = self._follow(name, terms[index], seen)
 
     def _parts(self, account: Evidence, name: str) -> list[tuple[Tensor, Tensor, Tensor]]:
         """What the account's rows say of a book where it is followed: steps, probes and sizes."""
         feeds = [(feed, rows) for feed, rows in account.pieces if name in feed.terms]
-        if name not in self._followed:
-            term = next(feed.terms[name] for feed in account.feeds if name in feed.terms)
-            keys = [] if form_named(term.form).has_sides else [rows.keys for _, rows in feeds]
-            seen = [int(places[0, 0]) for places in keys if len(places)]
-            self._followed[name] = self._follow(name, term, seen)
         book, found = self._followed[name], []
         for feed, rows in feeds:
             term = feed.terms[name]
@@ -339,36 +358,6 @@ class Reconciler:
         return not gap <= allowed + ROUNDINGS * places
 
 
-def gradient_at(stream: Stream, term: Term, records: StreamRows, row: int, width: int) -> Tensor:
-    """(segments, width): one row of the gradient, from the rows of a product or of a table."""
-    if records.shared is not None and not stream.layout:
-        return shared_line(stream, term, records, row)
-    wide = torch.promote_types(records.values.dtype, torch.float32)
-    values, (top, left), count = records.values.to(wide), term.at, len(records.counts)
-    found = values.new_zeros(count, width)
-    if not form_named(term.form).has_sides:
-        chosen = (records.keys[:, 0] + top == row)[:, None]
-        at = torch.arange(count).repeat_interleave(records.counts).to(values.device)
-        found[:, left : left + values.shape[1]].index_add_(0, at, values * chosen)
-        return found
-    height = stream.values[0] if stream.layout else values.shape[1]
-    if not (top <= row < top + height and len(values)):
-        return found
-    keys = records.keys.to(wide)
-    if stream.layout:
-        pairs = zip(keys.chunk(count), values.chunk(count), strict=True)  # all of one size
-        line = torch.stack([patches.gradient_row(stream, k, v, row - top) for k, v in pairs])
-        line = line if records.shared is None else line * records.shared.to(wide)
-        found[:, left : left + line.shape[1]] = line
-        return found
-    part = keys.shape[1] // term.groups  # a group of outputs has its own part of the keys
-    start = (row - top) * term.groups // height * part
-    keys = keys[:, start : start + part]
-    errors = values[:, row - top].reshape(count, 1, -1)
-    found[:, left : left + keys.shape[1]] = (errors @ keys.reshape(count, -1, keys.shape[1]))[:, 0]
-    return found
-
-
 def unlike(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:
     """The books that are not what they are expected to be, but for rounding.
 
@@ -392,7 +381,3 @@ def differs(a: Tensor, b: Tensor, reach: Tensor | float = 0.0) -> Tensor:
     gap = torch.where(a.isnan() & b.isnan() | (a == b), 0.0, (a - b).abs())
     rounding = torch.finfo(b.dtype).eps * torch.maximum(a.abs().amax(), b.abs().amax())
     return ~(gap <= ROUNDINGS * rounding + reach).all()
-
-
-def _has_16_bits(account: Evidence) -> bool:
-    return any(torch.finfo(rows.values.dtype).bits < 32 for _, rows in account.pieces)

@@ -26,24 +26,36 @@ from torch.optim import Optimizer
 
 from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
-from dualform.optimizers import rule_for
-from dualform.private import before_compile, is_compiled
+from dualform.optimizers import Rule, rule_for
+from dualform.private import is_compiled
 from dualform.recording.guard import AFTER, BEFORE, Guard, starting
 from dualform.recording.keep import AUTO, Keep
 from dualform.recording.other_optimizers import OtherOptimizers
 from dualform.recording.plan import (
+    Plan,
     make_plan,
     refuse_to_capture,
     refuse_wrapped,
     torch_optimizer,
     uncompiled,
+    unwrapped,
 )
+from dualform.recording.processes import Line, Processes
 from dualform.recording.sample_ids import SampleIds
 from dualform.recording.save_detector import SaveDetector
-from dualform.recording.start import resume_run, start_run
+from dualform.recording.start import Opened, resume_run, start_run
 from dualform.recording.step_recorder import StepRecorder, make_stages
+from dualform.recording.together import (
+    all_or_none,
+    begin_together,
+    in_several,
+    refuse_other_count,
+    refuse_unlike,
+)
 
 R = TypeVar("R")
+LAST_WORDS = 10.0
+"""After an error, a process waits so many seconds for the others to end with it."""
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -59,6 +71,12 @@ class Options:
     buffer_bytes: int
     keep: Keep
     layers: str | Sequence[str] | None
+    processes: int | None
+
+    @property
+    def trained(self) -> nn.Module:
+        """The model itself, without what compiles it or averages its gradients."""
+        return unwrapped(self.model)
 
 
 class Recorder:
@@ -94,15 +112,18 @@ class Recorder:
         strict: bool = False,
         keep: Keep = AUTO,
         layers: str | Sequence[str] | None = None,
+        processes: int | None = None,
     ) -> None:
         self.path = path
-        given = (describe, resume, overwrite, buffer_bytes, keep, layers)
+        given = (describe, resume, overwrite, buffer_bytes, keep, layers, processes)
         self._options = Options(model, torch_optimizer(optimizer), *given)
         self._guard, self._sample_ids = Guard(strict), SampleIds()
         self._steps: StepRecorder | None = None
         self._hooks: ExitStack | None = None
         """What takes the hooks off; None where nothing is recorded."""
         self._broken_off = False
+        self._processes = Processes()
+        """Those that record together."""
 
     def __repr__(self) -> str:
         state = "recording" if self._hooks and self.failure is None else "not recording"
@@ -120,39 +141,71 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         asked = self._options
-        optimizer, model = asked.optimizer, before_compile(asked.model)
+        optimizer, model = asked.optimizer, asked.trained
         with starting(self.path):
             refuse_wrapped(asked.model)
-            compiled = asked.model if is_compiled(asked.model) else None
-            rule = rule_for(optimizer)
-            plan = make_plan(model, optimizer, rule, asked.keep, asked.layers)
-            if compiled is not None:
-                refuse_to_capture(compiled, plan.keep)
-            if asked.resume:
-                opened = resume_run(self.path, model, optimizer, plan, rule)
-            else:
-                opened = start_run(self.path, model, optimizer, plan, rule, asked.overwrite)
+            self._processes = Processes.training(asked.model, asked.processes)
             try:
+                opened, plan, rule = self._open(self._processes.steps)
+            except BaseException:
+                self._processes.close()
+                raise
+            try:
+                compiled = asked.model if is_compiled(asked.model) else None
                 self._sample_ids.named = opened.named
-                if asked.describe is not None:
-                    asked.describe(self.path)
                 self._sample_ids.read(self.path)
-                given = (self._guard, self._sample_ids, asked.buffer_bytes, compiled)
-                stages = make_stages(opened, model, optimizer, plan, rule, *given)
+                given = (self._guard, self._sample_ids, asked.buffer_bytes, self._processes)
+                stages = make_stages(opened, model, optimizer, plan, rule, *given, compiled)
                 self._steps = StepRecorder(stages, optimizer, opened.writer.committed, opened.notes)
                 self._hooks = self._hook(self._steps, plan.parameters)
             except BaseException:
                 opened.writer.abandon()
+                self._processes.close()
                 raise
         return self
 
+    def _open(self, line: Line) -> tuple[Opened, Plan, Rule]:
+        """Makes the run, or goes on with one; in all processes or in none."""
+        asked, of = self._options, line.of
+        model, optimizer = asked.trained, asked.optimizer
+
+        def planned() -> tuple[Plan, Rule]:
+            rule = rule_for(optimizer)
+            plan = in_several(
+                make_plan(model, optimizer, rule, asked.keep, asked.layers), model, of
+            )
+            if is_compiled(asked.model):
+                refuse_to_capture(asked.model, plan.keep)
+            return plan, rule
+
+        def begin() -> Opened:
+            given = (self.path, model, optimizer, plan, rule)
+            if asked.resume:
+                refuse_other_count(self.path, of, asked.processes)
+                opened = resume_run(*given, of)
+            else:
+                opened = start_run(*given, asked.overwrite, of)
+            try:
+                if asked.describe is not None:
+                    asked.describe(self.path)
+            except BaseException:
+                opened.writer.abandon()
+                raise
+            return opened
+
+        plan, rule = all_or_none(line, planned)
+        facts = {"optimizer": rule.name, "resume": asked.resume, "buffer_bytes": asked.buffer_bytes}
+        refuse_unlike(line, self.path, plan, facts)
+        return begin_together(line, self.path, begin, plan), plan, rule
+
     def _hook(self, steps: StepRecorder, parameters: dict[str, nn.Parameter]) -> ExitStack:
         """Hooks on everything that a step passes, until what it returns is closed."""
-        model, optimizer = before_compile(self._options.model), self._options.optimizer
+        model, optimizer = self._options.trained, self._options.optimizer
+        mark = self.checkpoint if self._processes.of == 1 else partial(self._mark_soon, steps)
         with ExitStack() as hooks:
             hooks.callback(steps.stages.watch.close)
             hooks.enter_context(uncompiled())
-            hooks.callback(SaveDetector(model, optimizer, self.checkpoint).close)
+            hooks.callback(SaveDetector(model, optimizer, mark).close)
             shared = partial(self._other_stepped, steps)
             hooks.callback(OtherOptimizers(optimizer, parameters, shared).close)
             before, after = partial(self._before_step, steps), partial(self._after_step, steps)
@@ -170,24 +223,29 @@ class Recorder:
         assert hooks is not None
         hooks.close()
         self._hooks = None
+        wait = None if error is None else LAST_WORDS
         try:
             if self.failure is None:
-                self._guard.book("at the end", self._finish, steps)
+                self._guard.book("at the end", self._finish, steps, wait)
             if self.failure is not None:
+                steps.stages.meeting.has_spoken = False
+                steps.tell_failed(LAST_WORDS)
                 self._break_off(steps)
         except BaseException:
             if error is None:  # else the error that ended the loop is the one to see
                 raise
         finally:
             steps.stages.delivery.abandon()
+            self._processes.close()
         if error is None and self.failure is None:
-            steps.receive()
-            steps.stages.notices.conclude(*steps.outcome)
+            steps.receive(rest=True)
+            if self._processes.is_first:
+                steps.stages.notices.conclude(*steps.outcome)
 
     @staticmethod
-    def _finish(steps: StepRecorder) -> None:
+    def _finish(steps: StepRecorder, wait: float | None) -> None:
         try:
-            steps.hand_over_rest()
+            steps.hand_over_rest(wait)
         finally:
             steps.stages.delivery.close()
 
@@ -215,7 +273,8 @@ class Recorder:
             columns: what else is known of each sample, such as `{"source": ["web", "book"]}`.
         """
         self._sample_ids.describe(ids)
-        given = (self.path, ids, labels, previews, columns)
+        writer = (self._processes.rank, self._processes.of)
+        given = (self.path, ids, labels, previews, columns, writer)
         self._guard.run("when samples were described", describe_samples, *given)
 
     def checkpoint(self) -> None:
@@ -224,9 +283,16 @@ class Recorder:
         `record(..., resume=True)` goes on from the marked step whose weights the model has. A loop
         that saves both model and optimizer need not call it: the step is marked as soon as both
         were asked for their `state_dict()`. Where only the model is saved, call it before saving.
+
+        Of several processes, each must call it. Where one of them saves, the others are told before
+        the next step, and the run is marked then.
         """
         steps = self._require_recording()
         self._guarded("at a checkpoint", steps, steps.mark)
+
+    @staticmethod
+    def _mark_soon(steps: StepRecorder) -> None:
+        steps.stages.meeting.wants_mark = True
 
     def _require_recording(self) -> StepRecorder:
         if self._hooks is None or self._steps is None:
@@ -263,7 +329,11 @@ class Recorder:
         if not watch.is_inside:
             watch.close()
         rest = (steps.hand_over_rest, partial(steps.hand_over, True, keep=False))
-        for action in (*(rest if whole else ()), delivery.close, delivery.abandon):
+        for action in (
+            *(rest if whole and steps.may_end else ()),
+            delivery.close,
+            delivery.abandon,
+        ):
             with suppress(Exception):  # the failure itself is what is reported
                 action()
         steps.forget()
@@ -276,13 +346,19 @@ class Recorder:
         self, steps: StepRecorder, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> Arguments | None:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimizer
+        steps.stages.meeting.has_spoken = False
         is_own = self._guarded(BEFORE, steps, steps.before_step, optimizer, closure is None)
-        if closure is None or not is_own:
+        if closure is None:
+            self._tell_failed(steps)
+            return None
+        if not (is_own or self._processes.of > 1):
             return None
 
         def observed() -> Any:  # the gradients that a closure leaves are those that are used
             loss = closure()
-            self._guarded(BEFORE, steps, steps.observe)
+            if is_own:
+                self._guarded(BEFORE, steps, steps.observe)
+            self._tell_failed(steps)
             return loss
 
         others = {name: value for name, value in kwargs.items() if name != "closure"}
@@ -294,6 +370,11 @@ class Recorder:
         self._guarded(AFTER, steps, steps.after_step, optimizer, whole=False)
         self._advise(steps)
 
+    def _tell_failed(self, steps: StepRecorder) -> None:
+        """Tells other processes of a failure, where they wait to hear of this one."""
+        if self.failure is not None:
+            steps.tell_failed()
+
     def _other_stepped(
         self, steps: StepRecorder, other: Optimizer, before: dict[str, Tensor]
     ) -> None:
@@ -304,5 +385,5 @@ class Recorder:
 
     def _advise(self, steps: StepRecorder) -> None:
         """Warns, outside of the guard: a warning may be an error to the user."""
-        if self.failure is None and steps.stages.notices.waiting:
+        if self.failure is None and steps.stages.notices.waiting and self._processes.is_first:
             steps.stages.notices.give()

@@ -13,9 +13,9 @@ class Schedule:
     """Counts what has come together since steps were last handed over.
 
     >>> schedule = Schedule(handover_bytes=100, shard_bytes=250)
-    >>> schedule.after_step(60, must_keep=False), schedule.due
+    >>> schedule.after_step(60, must_keep=False, late=schedule.is_late), schedule.due
     (None, None)
-    >>> schedule.after_step(120, must_keep=False), schedule.due
+    >>> schedule.after_step(120, must_keep=False, late=schedule.is_late), schedule.due
     (None, (False, ''))
     """
 
@@ -28,9 +28,13 @@ class Schedule:
         self._shard = self._unwitnessed = 0
         self._flushed = time.monotonic()
 
-    def after_step(self, size: int, must_keep: bool) -> None:
+    @property
+    def is_late(self) -> bool:
+        """Whether the last shard was long ago."""
+        return time.monotonic() - self._flushed > FLUSH_SECONDS
+
+    def after_step(self, size: int, must_keep: bool, late: bool) -> None:
         """A step was made, and so many bytes have come together."""
-        late = time.monotonic() - self._flushed > FLUSH_SECONDS
         if must_keep:
             self.due = (True, "state")
         elif late or size >= self._handover_bytes:

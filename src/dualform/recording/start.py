@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
+from dualform.ledger.log import session_and_rank
 from dualform.optimizers import Rule
 from dualform.recording.book_states import Note
 from dualform.recording.plan import Plan, state_tensors
@@ -40,9 +41,15 @@ class Opened:
 
 
 def start_run(
-    path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule, overwrite: bool
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan,
+    rule: Rule,
+    overwrite: bool,
+    of: int = 1,
 ) -> Opened:
-    """A new run folder that holds the weights training starts from."""
+    """A new run folder that holds the weights training starts from; for so many processes."""
     info = RunInfo(
         books=plan.books,
         rule=rule.name,
@@ -52,22 +59,33 @@ def start_run(
     memory = memories(optimizer, plan, rule)
     initial = {**snapshot(model), **memory}
     start = {"buffers": buffered(memory)}
-    writer = LedgerWriter.create(path, info, initial, overwrite=overwrite, start=start)
-    return Opened(writer, SampleTable())
+    writer = LedgerWriter.create(path, info, initial, overwrite=overwrite, start=start, of=of)
+    return Opened(writer, SampleTable(of=of))
 
 
 def resume_run(
-    path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule
+    path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule, of: int = 1
 ) -> Opened:
     """Goes on from the kept step whose weights the model has; later steps no longer count."""
     ledger = Ledger(path)
     _check_same(ledger, plan, rule)
     step = _matching_step(ledger, snapshot(model))
     start = {"buffers": buffered(memories(optimizer, plan, rule))}
-    writer = LedgerWriter.resume(path, step, start)
+    writer = LedgerWriter.resume(path, step, start, of=of)
     if step and not rule.by_numbers:  # what the optimizer remembers now is what counts
         writer.weights(step, snapshot(model) | memories(optimizer, plan, rule), "resume")
         writer.flush()
+    return _gone_on(path, writer, plan)
+
+
+def join_run(path: Path, rank: int, plan: Plan) -> Opened:
+    """Records beside process 0, which has just made the run or gone on with it."""
+    return _gone_on(path, LedgerWriter.join(path, rank), plan)
+
+
+def _gone_on(path: Path, writer: LedgerWriter, plan: Plan) -> Opened:
+    """What a writer must know of a run that may have steps already."""
+    step = writer.committed
     ledger = Ledger(path)  # as it reads now, without what was written beyond that step
     samples, strings = ledger.samples(), ledger.ids.by_rank.get(writer.rank, [])
     kind = (str if ledger.ids.strings else int) if len(samples) else None
@@ -77,8 +95,25 @@ def resume_run(
     notes = tuple([Note(step + 1, book.name, book.reason) for book in planned])
     counted = int(samples.max()) + 1 if len(samples) else 0
     table = SampleTable(strings, kind, writer.rank, writer.of, counted)
-    named = bool(ledger.ids.strings) or not torch.equal(samples, torch.arange(len(samples)))
+    named = bool(ledger.ids.strings) or not _are_counted(ledger)
     return Opened(writer, table, by_step, ledger.info.declarations, notes, named)
+
+
+def _are_counted(ledger: Ledger) -> bool:
+    """Whether samples may have been numbered as they came, by each process in strides."""
+    following: dict[tuple[int, int], int] = {}
+    counts, counted = {start["session"]: start["of"] for start in ledger.starts}, 0
+    for shard in ledger.shards:
+        at, samples = session_and_rank(shard.path.parent), ledger.samples(shard)
+        of = counts[at[0]]
+        if at[0] not in {session for session, _ in following}:
+            following |= {(at[0], rank): counted + rank for rank in range(of)}
+        end = following[at] + of * len(samples)
+        if not torch.equal(samples, torch.arange(following[at], end, of)):
+            return False
+        following[at] = end
+        counted = max(counted, end - of + 1 if len(samples) else 0)
+    return True
 
 
 def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dualform.errors import RecorderFailedError
 from dualform.optimizers import Rule
 from dualform.recording.automatic import RowCounts
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates, Event, Note
 from dualform.recording.bookkeeping import NOISY, Bookkeeper, SampleNumbers
-from dualform.recording.delivery import Delivery
+from dualform.recording.delivery import Delivery, Waiting
 from dualform.recording.excerpts import NO_EXCERPT, differing
 from dualform.recording.first_check import FirstCheck
 from dualform.recording.guard import Guard
 from dualform.recording.keep import ASKED, NOT_RECORDED, ROWS
+from dualform.recording.meeting import PATIENCE, Agreed, Meeting, Occasion, Standing
 from dualform.recording.messages import Handover, RecordedStep
 from dualform.recording.notices import Notices
 from dualform.recording.observer import StepObserver
 from dualform.recording.plan import Plan, is_nested, may_nest
+from dualform.recording.processes import Processes
 from dualform.recording.reconcile import Reconciler
 from dualform.recording.sample_ids import SampleIds
 from dualform.recording.schedule import Schedule
@@ -55,6 +59,8 @@ class Stages:
     """Sends hand-overs to the writer's thread, and receives its findings."""
     notices: Notices
     """Tells the user."""
+    meeting: Meeting
+    """What the processes that record together agree on."""
 
 
 def make_stages(
@@ -66,6 +72,7 @@ def make_stages(
     guard: Guard,
     sample_ids: SampleIds,
     buffer_bytes: int,
+    processes: Processes,
     compiled: nn.Module | None = None,
 ) -> Stages:
     """All stages of a recording that begins; `compiled` is what the loop calls, if it is."""
@@ -77,20 +84,22 @@ def make_stages(
     booked = plan.parameters if rule.fields else {}
     first = opened.writer.committed + 1
     watch = Watch(model, booked, states, first, opened.streams, guard, plan.keep, bases, compiled)
-    numbers, reconciler = SampleNumbers(opened.samples), Reconciler(plan, rule, optimizer)
-    bookkeeper = Bookkeeper(plan, numbers, reconciler, observer.excerpts.take())
+    line, meeting = processes.writers, Meeting(processes.steps)
+    numbers, reconciler = SampleNumbers(opened.samples), Reconciler(plan, rule, optimizer, line)
+    bookkeeper = Bookkeeper(plan, numbers, reconciler, observer.excerpts.take(), line)
     pool = watch.rows.streams.pool
-    delivery = Delivery(opened.writer, bookkeeper, pool, plan.parameters.values())
+    delivery = Delivery(opened.writer, bookkeeper, pool, plan.parameters.values(), line)
     return Stages(
         bases,
         watch,
-        FirstCheck(plan, rule, states, watch, sample_ids),
+        FirstCheck(plan, rule, states, watch, sample_ids, meeting),
         observer,
         SpotChecks(plan.parameters, optimizer, rule),
         Snapshots(model, optimizer, plan, rule),
         Schedule(delivery.handover_bytes(buffer_bytes), buffer_bytes),
         delivery,
         notices,
+        meeting,
     )
 
 
@@ -117,6 +126,8 @@ class StepRecorder:
         """The step that was marked last, and the weights it was marked with."""
         self._unkept = 0
         """The step whose weights were due last, where they were not the model's any more."""
+        self._waiting = Waiting()
+        """What the writer's thread has found, and was not applied yet."""
 
     def before_step(self, optimizer: Optimizer, observe: bool) -> bool:
         """The optimizer is about to step; whether this is a step of its own.
@@ -139,14 +150,16 @@ class StepRecorder:
         """Looks at the gradients the optimizer is about to use."""
         self.stages.watch.collect()
         watch, observer, check = self.stages.watch, self.stages.observer, self.stages.check
+        if not self.stages.meeting.is_over:
+            self._agree()
         rows, probe_all = watch.rows, watch.had_several_passes
         streams = rows.streams.all
-        if len(streams) > self._streams:
+        if self._agreed is None and len(streams) > self._streams:
             observer.discover([stream.opened for stream in streams[self._streams :]])
             self._streams = len(streams)
         notes, self._notes = self._notes, []
         step = observer.observe(self.step + 1, notes, probe_all)
-        if rows.unnamed:
+        if rows.unnamed and self._agreed is None:
             check.require_ids(step)
         if observer.states.unverified and (failed := check.failing(step)):
             observer.keep_by_step(Event.REFUTED, failed)
@@ -167,8 +180,8 @@ class StepRecorder:
         self._steps.append(step)
         self._bytes += step.nbytes
         stages.watch.end_step()
-        size = stages.watch.rows.bytes + self._bytes
-        stages.schedule.after_step(size, stages.snapshots.is_due(step.states))
+        late = stages.schedule.is_late if self._agreed is None else self._agreed.is_late
+        stages.schedule.after_step(self._size, stages.snapshots.is_due(step.states), late)
         if stages.bases.begin_step() and not stages.schedule.due:
             stages.schedule.due = (False, "")  # what is probed otherwise is handed over apart
         if stages.watch.is_learning:
@@ -210,7 +223,17 @@ class StepRecorder:
         self.stages.notices.lost(notes)
 
     def mark(self) -> None:
-        """Makes everything so far durable, and keeps the weights."""
+        """Makes everything so far durable, and keeps the weights; all processes do so together."""
+        if not self.stages.meeting.is_over:
+            try:
+                self._exchange(Occasion.MARK, PATIENCE)
+            except RecorderFailedError as error:
+                raise RecorderFailedError(
+                    f"recorder.checkpoint() waits until every process calls it: {error}"
+                ) from error
+        self._mark()
+
+    def _mark(self) -> None:
         (step, then), now = self._marked, self.stages.observer.excerpts.take()
         if step == self.step and not differing([then], [now]):
             return  # saving has marked it already
@@ -223,11 +246,11 @@ class StepRecorder:
     def hand_over(self, flush: bool, mark: str = "", last: bool = False, keep: bool = True) -> None:
         """Gives the steps so far to the writer's thread, with the weights where they are due."""
         watch, observer, snapshots = self.stages.watch, self.stages.observer, self.stages.snapshots
-        size = watch.rows.bytes + self._bytes
-        due = self.stages.schedule.hand_over(size, flush, bool(mark), snapshots.nbytes)
-        weights = snapshots.weights() if due and keep else None
+        meeting = self.stages.meeting
+        due = self.stages.schedule.hand_over(self._size, flush, bool(mark), snapshots.nbytes)
+        weights = snapshots.weights() if due and keep and meeting.line.rank == 0 else None
         steps, self._steps, self._bytes = tuple(self._steps), [], 0
-        pages, refused = watch.rows.take(), dict(watch.owners.refused)
+        pages, refused = meeting.pages(watch.rows.take()), dict(watch.owners.refused)
         span, now = observer.hand_over()
         self.stages.spot_checks.handed_over(span.after)
         handover = Handover(
@@ -235,8 +258,10 @@ class StepRecorder:
         )
         self.stages.delivery.send(handover)
 
-    def hand_over_rest(self) -> None:
-        """Hands over what there is at the end of the recording."""
+    def hand_over_rest(self, wait: float | None = None) -> None:
+        """Hands over what there is at the end of the recording, when all processes are there."""
+        if not self.stages.meeting.is_over:
+            self._exchange(Occasion.END, wait)
         self._book_late_changes(ending=True)
         if self._steps and not self._steps[-1].divisors:
             divisors = self.stages.observer.divisors()
@@ -254,23 +279,87 @@ class StepRecorder:
         self._steps = []
         self.stages.watch.rows.forget()
 
-    def receive(self) -> None:
-        """Applies what the writer's thread has found."""
+    def receive(self, rest: bool = False) -> None:
+        """Applies what the writer's thread has found; each process the same before the same step.
+
+        At the end, the rest of it.
+        """
         for findings in self.stages.delivery.receive():
+            if findings.unkept is None:
+                self._waiting.put(findings)
+            else:
+                self._unkept = findings.unkept
+        agreed = None if rest else self._agreed
+        for findings in self._waiting.take(None if agreed is None else agreed.findings):
             for event, note in findings.events:
                 self.stages.observer.keep_by_step(event, {note.book: note.reason})
             self.stages.notices.lost(note for _, note in findings.events)
             for text in findings.remarks:
                 self.stages.notices.remark(text)
-            if findings.unkept is not None:
-                self._unkept = findings.unkept
+
+    @property
+    def _agreed(self) -> Agreed | None:
+        """What the processes said last; None where one records."""
+        return self.stages.meeting.last
+
+    @property
+    def _size(self) -> int:
+        """How much has come together; of several processes, in the one that has most."""
+        rows = self.stages.watch.rows.bytes if self._agreed is None else self._agreed.nbytes
+        return rows + self._bytes
+
+    def _agree(self) -> None:
+        """Before a step of several processes: does what one of them asks of all."""
+        self.stages.check.number_unnamed()
+        while True:
+            agreed = self._exchange(Occasion.STEP)
+            if agreed.any(Occasion.END):
+                raise RecorderFailedError(
+                    f"process {agreed.first(Occasion.END)} has left the `with` statement after "
+                    f"step {self.step}; it must reach around the same steps in every process."
+                )
+            if agreed.is_marked or agreed.any(Occasion.MARK):
+                self._mark()
+            if not agreed.any(Occasion.MARK):
+                return
+
+    def _exchange(self, occasion: Occasion, wait: float | None = None) -> Agreed:
+        """Tells the other processes how this one stands, and hears the same of them."""
+        stages, opened = self.stages, [each.opened for each in self.stages.watch.rows.streams.all]
+        standing = Standing(
+            occasion,
+            self.step,
+            stages.watch.rows.bytes,
+            int(stages.schedule.is_late),
+            self._waiting.count,
+            stages.meeting.unknown(opened),
+            int(stages.meeting.wants_mark),
+            stages.check.naming,
+        )
+        agreed = stages.meeting.exchange(standing, opened, wait)
+        stages.observer.discover(agreed.new)
+        return agreed
+
+    def tell_failed(self, wait: float | None = None) -> None:
+        """Tells the other processes, once, that this one records no longer."""
+        meeting = self.stages.meeting
+        if not (meeting.is_over or meeting.has_spoken):
+            with suppress(RecorderFailedError):
+                meeting.exchange(Standing(Occasion.FAILED, self.step, *(0,) * 6), (), wait)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether what there is can be handed over: by all processes, or by none."""
+        agreed = self._agreed
+        return agreed is None or agreed.any(Occasion.END)
 
     def _book_late_changes(self, ending: bool = False) -> None:
         """What the loop did after the last step to books kept by step belongs to that step.
 
         Where that was handed over, or kept a book by row, it belongs to a step of its own.
         """
-        if not (ending or self._steps) and self.stages.watch.rows.is_midway:
+        is_midway = self._agreed is not None or self.stages.watch.rows.is_midway
+        if is_midway and not (ending or self._steps):
             return  # then it belongs to the step under way
         observer = self.stages.observer
         changes = observer.late_changes()

@@ -1,0 +1,154 @@
+"""Training loops that run in one process or in several, on the same global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dualform
+
+STEPS, BATCH, SAMPLES = 5, 8, 24
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A model, what it is trained with, and how it is recorded."""
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], Tensor]
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    lr: float = 0.1
+    dtype: torch.dtype = torch.float64
+    keep: Any = "rows"
+    ids: Callable[[int], Any] | None = int
+    """What a sample is called; None where samples are numbered."""
+    by_hand: bool = False
+    """Whether gradients are added up over the processes without a wrapper."""
+    clip: bool = False
+    passes: int = 1
+    """How many passes make a step."""
+    thrown_away: bool = False
+    """Whether each step begins with a pass whose gradients are thrown away."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """What else the wrapper is given."""
+
+
+def images() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 16, 3)
+    )
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Words(nn.Module):
+    """A table, a normalization, and a weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
+        self.twice, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.norm(self.table(tokens))
+        x = self.twice(torch.tanh(self.twice(x)))
+        found: Tensor = self.head(x.mean(1))
+        return found
+
+
+def numbers() -> Tensor:
+    return torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+
+
+def pictures() -> Tensor:
+    return torch.randn(SAMPLES, 1, 4, 4, generator=torch.Generator().manual_seed(2))
+
+
+def texts() -> Tensor:
+    return torch.randint(11, (SAMPLES, 4), generator=torch.Generator().manual_seed(3))
+
+
+LOOPS = {
+    "momentum": Loop(
+        perceptron, numbers, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9), clip=True
+    ),
+    "AdamW": Loop(perceptron, numbers, torch.optim.AdamW, 0.01),
+    "words": Loop(Words, texts, torch.optim.AdamW, 0.01, ids=lambda at: f"text {at}"),
+    "float32": Loop(images, pictures, dtype=torch.float32),
+    "8 bits": Loop(images, pictures, keep="int8"),
+    "by step": Loop(perceptron, numbers, torch.optim.AdamW, 0.01, keep={"0": "steps", "2": "rows"}),
+    "added up by hand": Loop(perceptron, numbers, by_hand=True),
+    "several passes": Loop(perceptron, numbers, passes=2),
+    "one thrown away": Loop(perceptron, numbers, thrown_away=True),
+    "numbered": Loop(perceptron, numbers, ids=None),
+}
+
+
+def start(loop: Loop) -> nn.Module:
+    """The model as training begins."""
+    torch.manual_seed(0)
+    return loop.make().to(loop.dtype)
+
+
+def train(
+    name: str, rank: int, of: int, path: Path | None, steps: int = STEPS, **options: Any
+) -> nn.Module:
+    """The trained model; recorded where a path is given."""
+    loop, data = LOOPS[name], LOOPS[name].inputs()
+    data = data.to(loop.dtype) if data.is_floating_point() else data
+    model = start(loop)
+    optimizer = loop.optimizer(model.parameters(), lr=loop.lr)
+    wrapped = of > 1 and not loop.by_hand
+    called = DistributedDataParallel(model, **loop.given) if wrapped else model
+    recording: Any = nullcontext()
+    if path is not None:
+        given = {"strict": True, "keep": loop.keep, **options}
+        recording = dualform.record(called, optimizer, path, **given)
+    with recording as recorder:
+        for step in range(steps):
+            if loop.thrown_away:
+                run_pass(loop, called, recorder, data, range(rank, rank + 3))
+                optimizer.zero_grad()
+            for number in range(loop.passes):
+                first = (step * loop.passes + number) * BATCH
+                own = [at % SAMPLES for at in range(first, first + BATCH)][rank::of]
+                last = number == loop.passes - 1
+                with called.no_sync() if wrapped and not last else nullcontext():  # type: ignore[operator]
+                    run_pass(loop, called, recorder, data, own)
+            if of > 1 and loop.by_hand:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad)
+            if loop.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def run_pass(loop: Loop, called: nn.Module, recorder: Any, data: Tensor, own: Any) -> None:
+    """A forward and a backward pass of these samples."""
+    own = list(own)
+    if recorder is not None and loop.ids is not None:
+        recorder.samples([loop.ids(at) for at in own])
+    logits = called(data[own])
+    # without an average over processes, the mean is taken by hand: over the whole batch
+    mean = nn.functional.cross_entropy(logits, torch.tensor(own) % 3, reduction="sum")
+    (mean / (BATCH if loop.by_hand else len(own))).backward()
+
+
+def train_all(rank: int, of: int, folder: Path) -> None:
+    """Every loop, recorded and not; their weights are held against each other."""
+    for name in LOOPS:
+        recorded = train(name, rank, of, folder / name).state_dict()
+        for part, plain in train(name, rank, of, None).state_dict().items():
+            assert torch.equal(recorded[part], plain), f"{name}: {part}"
