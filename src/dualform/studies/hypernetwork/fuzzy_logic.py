@@ -50,6 +50,7 @@ class FuzzyLogic:
 
     parts = ("train", "test", "combinations", "terms")
     name = "fuzzy_logic"
+    has_places = False
 
     def __post_init__(self) -> None:
         new = int(self.rule_count * self.held_out_terms)
@@ -130,6 +131,16 @@ class FuzzyLogic:
         told[:, -1] = 0
         x = torch.cat([inputs, (truth * told)[..., None], told[..., None]], -1)
         return Problems(x, truth[:, -1:], rules)
+
+    def labels(self, rules: Tensor) -> Tensor:
+        """(problems, 1): a number for each function.
+
+        >>> FuzzyLogic().labels(torch.tensor([[1, 2], [0, 15]]))
+        tensor([[18],
+                [15]])
+        """
+        digits = self.rule_count ** torch.arange(self.terms - 1, -1, -1, device=rules.device)
+        return (rules * digits).sum(1, keepdim=True)
 
     def loss(self, answers: Tensor, y: Tensor) -> Tensor:
         """The mean squared error.

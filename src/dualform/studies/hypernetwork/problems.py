@@ -68,11 +68,14 @@ class Task(Protocol):
         """Tokens, numbers of a token, tokens that are asked, and numbers of an answer."""
 
     @property
-    def rule_count(self) -> int:
-        """How many rules there are, of which a problem has several."""
+    def has_places(self) -> bool:
+        """Whether it matters where a token stands."""
 
     def draw(self, part: str, count: int, stream: torch.Generator) -> Problems:
         """So many problems of a part, by a stream."""
+
+    def labels(self, rules: Tensor) -> Tensor:
+        """(problems, asked): which rule each asked token has to follow, by number."""
 
     def loss(self, answers: Tensor, y: Tensor) -> Tensor:
         """What training lessens: answers are (problems, asked, numbers of an answer)."""

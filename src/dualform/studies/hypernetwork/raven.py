@@ -22,6 +22,8 @@ from dualform.studies.hypernetwork.problems import Problems, random_stream, requ
 
 VALUES = 8
 """How many values a feature can have; sums are modulo it."""
+MOST_FEATURES = 4
+"""Of a panel."""
 SIDE = 3
 """Rows and columns of panels."""
 
@@ -85,12 +87,13 @@ class Raven:
     parts = ("train", "test", "rules", "permutations")
     name = "raven"
     rule_count = len(RULES)
+    has_places = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.features <= 4:
+        if not 1 <= self.features <= MOST_FEATURES:
             raise EvaluationError(
-                f"features={self.features}, and a panel has 1 to 4: more have too many orders "
-                "to look at all of them."
+                f"features={self.features}, and a panel has 1 to {MOST_FEATURES}: more have too "
+                "many orders to look at all of them."
             )
 
     @property
@@ -184,6 +187,14 @@ class Raven:
         x = one_hot(seen, VALUES).float()
         x[:, -self.features :] = 0
         return Problems(x, seen[:, -self.features :], rules)
+
+    def labels(self, rules: Tensor) -> Tensor:
+        """(problems, features): the number of the rule of each feature of the ninth panel.
+
+        >>> Raven(features=2).labels(torch.tensor([[7, 0]]))
+        tensor([[7, 0]])
+        """
+        return rules
 
     def loss(self, answers: Tensor, y: Tensor) -> Tensor:
         """The cross-entropy, mean over features.

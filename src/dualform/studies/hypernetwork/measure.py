@@ -1,0 +1,138 @@
+"""A network is trained on a task, and tested on each of its parts; its latent codes are probed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualform.diagnose import pair_codes, ridge_probe
+from dualform.studies.hypernetwork.answers import answer_counts
+from dualform.studies.hypernetwork.network import RuleReader
+from dualform.studies.hypernetwork.problems import (
+    Problems,
+    Task,
+    problems_of,
+    random_stream,
+    training_batches,
+)
+from dualform.studies.hypernetwork.raven import MOST_FEATURES, RULES, Raven
+from dualform.studies.hypernetwork.setting import HypernetworkSetting, TrainingSetting
+from dualform.studies.parts import Found
+
+CLIP = 1.0
+"""The largest norm of a gradient."""
+WARM_UP = 0.1
+"""The share of steps in which the learning rate rises; it falls to nothing in the others."""
+AT_A_TIME = 256
+"""Problems that a network is tested on at a time."""
+COUNTED = 4000
+"""Puzzles whose answers are counted, of each part."""
+
+
+def measure_network(
+    setting: HypernetworkSetting, training: TrainingSetting[Any], layer: str, seed: int, device: str
+) -> Found:
+    """Trains a network, and says how right it is on each part, and what its codes tell.
+
+    Every seed has its own held-out rules, training problems, test problems and first weights; with
+    one seed, all layers have the same.
+    """
+    task = replace(training.task, seed=seed)
+    torch.manual_seed(seed)
+    model = RuleReader(
+        task.shape, layer, training.width, training.heads, training.depth, task.has_places
+    ).to(device)
+    untrained = probe(model, task, setting.probed, device)
+    loss = train(model, task, training, seed, device)
+    scores = {
+        part: task.score(*answered(model, problems_of(task, part, setting.tests), device))
+        for part in task.parts[1:]
+    }
+    found = {"untrained": untrained, "trained": probe(model, task, setting.probed, device)}
+    return {"scores": scores, "loss": loss, "probe": found}
+
+
+def train(
+    model: nn.Module, task: Task, training: TrainingSetting[Any], seed: int, device: str
+) -> float:
+    """Trains in place, by AdamW with a rate that rises and falls; the mean loss of the last tenth.
+
+    >>> training = TrainingSetting(Raven(features=1), 8, 2, 1, steps=20, batch=8)
+    >>> model = RuleReader(training.task.shape, "HYLA", 8, 2, 1)
+    >>> train(model, training.task, training, 0, "cpu") < 2.5
+    True
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate, weight_decay=training.decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, training.rate, total_steps=training.steps, pct_start=WARM_UP
+    )
+    last = torch.zeros((), device=device)
+    counted = max(1, training.steps // 10)
+    model.train()
+    for step, batch in enumerate(training_batches(task, seed, training.batch, training.steps)):
+        given = batch.to(device)
+        loss = task.loss(model(given.x), given.y)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        if step >= training.steps - counted:
+            last += loss.detach() / counted
+    return float(last)
+
+
+@torch.no_grad()
+def answered(model: nn.Module, problems: Problems, device: str) -> tuple[Tensor, Tensor]:
+    """What a network answers, and what is right."""
+    model.eval()
+    parts = torch.split(problems.x, AT_A_TIME)
+    return torch.cat([model(x.to(device)).cpu() for x in parts]), problems.y
+
+
+def probe(model: RuleReader, task: Task, count: int, device: str) -> dict[str, Any]:
+    """What a ridge probe tells of the rules of test problems, from the codes of asked tokens."""
+    problems = problems_of(task, "test", count)
+    codes = torch.cat(
+        [asked_codes(model, task, x, device) for x in torch.split(problems.x, AT_A_TIME)]
+    )
+    labels = task.labels(problems.rules)
+    groups = torch.arange(count)[:, None].expand_as(labels)
+    found = ridge_probe(codes.flatten(0, 1), labels.flatten(), groups.flatten())
+    return {"accuracy": found.accuracy, "interval": found.interval, "chance": found.chance}
+
+
+def asked_codes(model: RuleReader, task: Task, x: Tensor, device: str) -> Tensor:
+    """(problems, asked, features): the codes of each asked token with all tokens.
+
+    Where it does not matter at which place tokens stand, a token's code with itself and the mean of
+    those with others take the place of all.
+    """
+    found = pair_codes(model, x.to(device), queries=range(-model.asked, 0)).values()
+    if task.has_places:
+        return torch.cat([codes.flatten(2) for codes in found], -1).cpu()
+    each = [torch.cat([codes[..., -1, :], codes[..., :-1, :].mean(-2)], -1) for codes in found]
+    return torch.cat(each, -1).cpu()
+
+
+def count_answers(task: Raven) -> Found:
+    """How many puzzles have so many agreeing answers, by part and by their number of features.
+
+    By rule, for single features: the share of puzzles with several answers.
+    """
+    parts, by_features = {}, {}
+    for part in task.parts:
+        panels, _ = task.panels(part, COUNTED, random_stream(task.seed, f"count {part}"))
+        parts[part] = torch.bincount(answer_counts(panels)).tolist()
+    for features in range(1, MOST_FEATURES + 1):
+        every, stream = Raven(features, held_out=0), random_stream(task.seed, f"count {features}")
+        panels, _ = every.panels("train", COUNTED, stream)
+        by_features[features] = torch.bincount(answer_counts(panels)).tolist()
+    single = Raven(features=1, held_out=0)
+    panels, rules = single.panels("train", 20 * COUNTED, random_stream(task.seed, "count rules"))
+    several = (answer_counts(panels) > 1).double()
+    by_rule = {name: float(several[rules[:, 0] == rule].mean()) for rule, name in enumerate(RULES)}
+    return {"parts": parts, "features": by_features, "rules": by_rule}

@@ -1,0 +1,206 @@
+"""The study of hypernetwork attention on tiny networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dualform.diagnose import pair_codes
+from dualform.errors import EvaluationError
+from dualform.studies.hypernetwork import SETTINGS, TrainingSetting, run_study
+from dualform.studies.hypernetwork.findings import findings
+from dualform.studies.hypernetwork.fuzzy_logic import FuzzyLogic
+from dualform.studies.hypernetwork.measure import (
+    answered,
+    asked_codes,
+    measure_network,
+    probe,
+    train,
+)
+from dualform.studies.hypernetwork.network import LAYERS, RuleReader
+from dualform.studies.hypernetwork.problems import problems_of
+from dualform.studies.hypernetwork.raven import RULES, Raven
+from dualform.studies.hypernetwork.results import HypernetworkResults, TaskResults
+from dualform.studies.parts import Found
+from dualform.studies.report import Report, read_tables
+
+TINY = SETTINGS["tiny"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
+    out = tmp_path_factory.mktemp("study")
+    report = run_study(TINY, None, "cpu", out)
+    report.save(out)
+    return report, out
+
+
+def scores_of(name: str, q: Tensor, k: Tensor) -> Tensor:
+    """(heads, L, S), head by head."""
+    s = torch.stack([a @ b.T / a.shape[-1] ** 0.5 for a, b in zip(q, k, strict=True)])
+    if name == "softmax":
+        return torch.stack([torch.softmax(one, -1) for one in s])
+    if name == "rms":
+        return s / (s.square().mean(0) + 1e-6).sqrt()
+    return s
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_of_the_grid_are_what_they_are_called(layer: str) -> None:
+    """In loops over queries and keys, with the network's own projections."""
+    torch.manual_seed(0)
+    block = RuleReader((5, 3, 1, 2), layer, width=8, heads=2, depth=1).double().blocks[0]
+    module, x = block.self_attn, torch.randn(1, 5, 8).double()
+    q, k, v = (part[0] for part in module.heads(x, x, x))
+    own = {"linear": "dot", "softmax": "softmax", "HYLA, softmax": "softmax", "HYLA, no RMS": "dot"}
+    a = scores_of(own.get(layer, "rms"), q, k)
+    y = torch.zeros(2, 5, 4).double()
+    for i in range(5):
+        for j in range(5):
+            for h in range(2):
+                if not layer.startswith("HYLA"):
+                    y[h, i] += a[h, i, j] * v[h, j]
+                    continue
+                value = a[0, i, j] * v[0, j] + a[1, i, j] * v[1, j]
+                y[h, i] += a[h, i, j] * (value if layer == "HYLA, no ReLU" else value.relu())
+    expected = module.out_proj(torch.cat([*y], -1))
+    got = module(x, x, x, need_weights=False)[0][0]
+    assert torch.allclose(got, expected, atol=1e-10)
+    codes = pair_codes(RuleReader((5, 3, 1, 2), layer, 8, 2, 2), torch.randn(2, 5, 3))
+    assert [one.shape for one in codes.values()] == [(2, 5, 5, 2)] * 2
+
+
+def test_networks_without_places_do_not_see_the_order_of_rows() -> None:
+    torch.manual_seed(0)
+    task = FuzzyLogic(rows=6)
+    x = problems_of(task, "test", 4).x
+    shuffled = torch.cat([x[:, [3, 1, 4, 0, 2]], x[:, -1:]], 1)
+    for places in (False, True):
+        model = RuleReader(task.shape, "HYLA", 8, 2, 2, places).eval()
+        assert torch.allclose(model(x), model(shuffled), atol=1e-6) != places
+
+
+def test_training_teaches_functions() -> None:
+    task = FuzzyLogic(variables=2, terms=1, rows=6, held_out=0)
+    training = TrainingSetting(task, width=16, heads=4, depth=1, steps=200, batch=32, rate=1e-2)
+    torch.manual_seed(0)
+    model = RuleReader(task.shape, "HYLA", 16, 4, 1, places=False)
+    problems = problems_of(task, "test", 500)
+    before = task.score(*answered(model, problems, "cpu"))
+    loss = train(model, task, training, 0, "cpu")
+    after = task.score(*answered(model, problems, "cpu"))
+    assert before < 0.1  # which is 0 for who always tells the mean
+    assert after > 0.3
+    assert loss < 0.05
+
+
+def test_a_seed_measures_the_same_again_and_another_differs() -> None:
+    one, again, other = (
+        measure_network(TINY, TINY.raven, "HYLA", seed, "cpu") for seed in (0, 0, 1)
+    )
+    assert one == again
+    assert one["loss"] != other["loss"]
+
+
+def test_codes_of_asked_tokens_are_those_of_the_model() -> None:
+    torch.manual_seed(0)
+    puzzles = Raven(features=2)
+    x = problems_of(puzzles, "test", 3).x
+    model = RuleReader(puzzles.shape, "HYLA", 8, 2, 2)
+    found = asked_codes(model, puzzles, x, "cpu")
+    assert found.shape == (3, 2, 2 * 18 * 2)  # two features asked; layers, tokens and heads
+    first, second = pair_codes(model, x).values()
+    assert torch.equal(found[1, 0], torch.cat([first[1, -2].flatten(), second[1, -2].flatten()]))
+
+    rows = FuzzyLogic(rows=4)
+    x = problems_of(rows, "test", 3).x
+    model = RuleReader(rows.shape, "HYLA", 8, 2, 1, places=False)
+    found = asked_codes(model, rows, x, "cpu")
+    (every,) = pair_codes(model, x).values()
+    assert torch.allclose(found[:, 0], torch.cat([every[:, 3, 3], every[:, 3, :3].mean(1)], -1))
+    assert torch.allclose(found, asked_codes(model, rows, x[:, [2, 0, 1, 3]], "cpu"), atol=1e-6)
+
+
+def test_a_probe_of_an_untrained_network_tells_rules_that_its_input_shows() -> None:
+    """Rows that are constant, and those that are not, differ in what is seen of the last row."""
+    task = Raven(features=1, held_out=0)
+    torch.manual_seed(0)
+    told = probe(RuleReader(task.shape, "softmax", 16, 4, 2), task, 800, "cpu")
+    assert told["interval"][0] > told["chance"]
+
+
+def test_a_report_has_all_layers_and_goes_on(found: tuple[Report, Path]) -> None:
+    report, out = found
+    fuzzy, raven, *others = read_tables(out / "study.json")
+    assert [row[0] for row in fuzzy.rows] == [*LAYERS]
+    assert [row[0] for row in raven.rows] == ["softmax", "linear", "HYLA"]
+    assert raven.columns == ("layer", "test", "rules", "permutations", "training loss")
+    assert [row[0] for row in others[-1].rows] == [*RULES]
+    shares = [sum(float(str(x)) for x in row[1:5]) for row in others[-2].rows]
+    assert shares == pytest.approx([100] * 8)
+    for picture in report.pictures:
+        assert (out / picture.file).stat().st_size > 5000
+    (out / "parts" / "raven-HYLA-seed-1.json").unlink()  # and is measured again
+    assert run_study(TINY, None, "cpu", out).findings == report.findings
+
+
+def results(score: float, of_hyla: float) -> HypernetworkResults:
+    """Made-up networks, all alike but for HYLA."""
+
+    def made(layer: str, parts: tuple[str, ...]) -> Iterator[Found]:
+        for seed in range(3):
+            right = (of_hyla if layer == "HYLA" else score) + 0.01 * seed
+            told = {"accuracy": 0.5, "interval": [0.4, 0.6], "chance": 0.125}
+            yield {
+                "scores": dict.fromkeys(parts, right),
+                "loss": 0.1,
+                "probe": {"untrained": told, "trained": {**told, "accuracy": right}},
+            }
+
+    tasks = tuple(
+        TaskResults(t, {layer: [*made(layer, t.task.parts[1:])] for layer in t.layers})
+        for t in TINY.trainings
+    )
+    answers = {
+        "parts": {"test": [0, 90, 10]},
+        "features": {"1": [0, 9, 1], "2": [0, 3, 0, 1]},
+        "rules": {"constant": 0.01, "sum": 0.05},
+    }
+    return HypernetworkResults(TINY, tasks, answers)
+
+
+def test_sentences_follow_the_numbers() -> None:
+    said = findings(results(0.6, 0.8))
+    assert said[0] == (
+        "On fresh problems of known rules (fuzzy_logic, R², %) HYLA is best with 81 ± 2."
+    )
+    assert "Of 4 differences to softmax, 2 have" in said[7]
+    assert "HYLA on raven, rules, 20 ± 0" in said[7]
+    assert "8 have an interval without 0: linear, RMS on combinations -20 ± 0" in said[8]
+    assert "HYLA 81 ± 2 (up 31.0 by training)" in said[9]
+    assert said[-2].endswith("by their features: 1: 10.0, 2: 25.0.")
+    assert "1.0% of the rows (constant) to 5.0% (sum)" in said[-1]
+    alike = findings(results(0.6, 0.6))
+    assert "none has a 95 % interval without 0" in alike[7]
+    assert "0 have an interval without 0." in alike[8]
+
+
+def test_unknown_layers_are_refused(tmp_path: Path) -> None:
+    wrong = replace(TINY, raven=replace(TINY.raven, layers=("HYLA", "entmax")))
+    with pytest.raises(EvaluationError, match=r"layer='entmax' is not in this study; it has 'soft"):
+        run_study(wrong, 1, "cpu", tmp_path)
+
+
+def test_settings_are_what_they_say() -> None:
+    for setting in SETTINGS.values():
+        for training in setting.trainings:
+            assert training.width % training.heads == 0
+            assert {"softmax", "linear", "HYLA"} <= set(training.layers) <= set(LAYERS)
+    paper = SETTINGS["paper"].raven
+    assert paper.steps * paper.batch == 20_000_000
+    assert paper.task.shape[0] == 36
