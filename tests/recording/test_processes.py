@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.recording.distributed_loops import BATCH, LOOPS, STEPS, train, train_all
+from tests.recording.refused_loops import refuse_all
 from tests.recording.trained_by import trained_by
 
 import dualform
@@ -53,3 +54,8 @@ def test_two_processes_record_what_one_does(name: str, runs: Path) -> None:
         at = [answers[1][read].ids.index(sample) for sample in expected.ids]
         gap = np.abs(answers[1][read].values[at] - expected.values).max()
         assert gap <= 10 * tolerance * np.abs(expected.values).max(), read
+
+
+def test_what_cannot_be_one_run_is_refused_in_all_processes(tmp_path: Path) -> None:
+    trained_by(2, refuse_all, tmp_path)
+    assert dualform.open(tmp_path / "at last").steps == 1

@@ -70,10 +70,10 @@ class Evidence:
     """(steps, numbers): whether the step changed the number's book by row, and it was probed."""
     unprobed: Tensor
     """(steps,): whether the step changed the account by row, and it was not probed."""
-    rounding: float = 0.0
-    """The relative rounding of the coarsest numbers involved."""
-    has_16_bits: bool = False
-    """Whether some rows are numbers of 16 bits."""
+    others_rounding: float = 0.0
+    """The relative rounding of the coarsest rows of other processes."""
+    others_have_16_bits: bool = False
+    """Whether some of those are numbers of 16 bits."""
 
     @property
     def pieces(self) -> list[tuple[Feed, StreamRows]]:
@@ -93,6 +93,24 @@ class Evidence:
             for book, term in feed.terms.items()
             for look, columns in [self.looks[book]]
         ]
+
+    @property
+    def own_rounding(self) -> float:
+        """The relative rounding of the coarsest rows of this process; 0 where it has none."""
+        dtypes = [feed.opened.rounding or rows.values.dtype for feed, rows in self.pieces]
+        coarse = max([torch.finfo(dtype).eps for dtype in dtypes], default=0.0)
+        return coarse if coarse < 1e-4 else coarse / 250  # 16-bit rows are summed in 32 bits
+
+    @property
+    def rounding(self) -> float:
+        """The relative rounding of the coarsest numbers involved."""
+        return max(self.own_rounding, self.others_rounding) or torch.finfo(torch.float32).eps
+
+    @property
+    def has_16_bits(self) -> bool:
+        """Whether some rows are numbers of 16 bits."""
+        own = any(torch.finfo(rows.values.dtype).bits < 32 for _, rows in self.pieces)
+        return own or self.others_have_16_bits
 
     def is_summarized(self, book: str) -> bool:
         """Whether some of a book's rows are not kept as they are."""
@@ -186,27 +204,18 @@ def gather_evidence(
         u = torch.cat([probes[name] for name in probed], 1)[: len(states)]
         unprobed = torch.stack([by_row[name] & ~seen[name] for name in probed]).any(0)
         evidence.append(Evidence(feeds, probed, u, torch.cat(active, 1), unprobed))
-    return _with_roundings(evidence, line)
+    return _with_others(evidence, line)
 
 
-def _with_roundings(evidence: Sequence[Evidence], line: Line) -> list[Evidence]:
-    """The evidence with the relative rounding of its rows, which another process may have."""
-    found = torch.zeros(2, len(evidence), dtype=torch.float64)
-    for at, account in enumerate(evidence):
-        dtypes = {feed.opened.rounding or rows.values.dtype for feed, rows in account.pieces}
-        found[0, at] = max([torch.finfo(dtype).eps for dtype in dtypes], default=0.0)
-        kept = [torch.finfo(rows.values.dtype).bits for _, rows in account.pieces]
-        found[1, at] = min(kept, default=64) < 32
-    (found,) = line.largest([found])
-    usual = torch.finfo(torch.float32).eps
-    coarse = [eps or usual for eps in found[0].tolist()]
-    # 16-bit rows are summed in 32 bits
-    roundings = [eps if eps < 1e-4 else eps / 250 for eps in coarse]
+def _with_others(evidence: Sequence[Evidence], line: Line) -> list[Evidence]:
+    """The evidence with the types of rows that other processes have."""
+    if line.of == 1:
+        return list(evidence)
+    own = [[account.own_rounding, account.has_16_bits] for account in evidence]
+    (found,) = line.largest([torch.tensor(own, dtype=torch.float64)])
     return [
-        replace(account, rounding=rounding, has_16_bits=has_16_bits)
-        for account, rounding, has_16_bits in zip(
-            evidence, roundings, found[1].bool().tolist(), strict=True
-        )
+        replace(account, others_rounding=rounding, others_have_16_bits=bool(has_16_bits))
+        for account, (rounding, has_16_bits) in zip(evidence, found.tolist(), strict=True)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -170,6 +171,8 @@ def refuse_wrapped(model: nn.Module) -> None:
             "process. Start one process for each GPU (torchrun) and use DistributedDataParallel, "
             "or record on one device (CUDA_VISIBLE_DEVICES=0)."
         )
+    for name, parameter in unwrapped(model).named_parameters():
+        refuse_sharded(name, parameter)
     for name, module in unwrapped(model).named_modules():
         if name and is_compiled(module):
             raise RecordingError(
@@ -177,6 +180,24 @@ def refuse_wrapped(model: nn.Module) -> None:
                 "be seen. Compile the whole model and record it with keep='summaries', or train "
                 "without torch.compile."
             )
+
+
+def refuse_sharded(name: str, parameter: Tensor) -> None:
+    """Refuses a parameter of which each process has a part."""
+    loaded = sys.modules  # to import these takes seconds; where nobody has, there are none
+    fsdp, tensor = (loaded.get(f"torch.distributed.{part}") for part in ("fsdp", "tensor"))
+    if fsdp is not None and isinstance(parameter, fsdp.FlatParameter):
+        raise RecordingError(
+            f"'{name}' is a flat parameter of FullyShardedDataParallel: each process has a part of "
+            "it, and runs hold whole parameters. Use DistributedDataParallel."
+        )
+    if tensor is not None and isinstance(parameter, tensor.DTensor):
+        mesh, placements = parameter.device_mesh, ", ".join(map(str, parameter.placements))
+        raise RecordingError(
+            f"'{name}' is a DTensor on a mesh of {mesh.size()} processes, placed as ({placements}) "
+            "by fully_shard or tensor parallelism: each process has a part of it, and runs hold "
+            "whole parameters. Use DistributedDataParallel, where each process has all of it."
+        )
 
 
 def refuse_to_capture(model: nn.Module, keep: Mapping[str, Policy]) -> None:
