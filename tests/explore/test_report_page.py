@@ -20,6 +20,14 @@ CHOICES = (  # of cards, which are alike, the first
 )
 
 
+SERVED = [
+    "/query?span=0-1&label=3",
+    "/query?run=1&layer=0&at=3",
+    "/query?run=2&layer=mix&place=4",
+    "/query?run=3&ask=network&place=2",
+]
+
+
 @pytest.fixture(scope="module")
 def report(digits: Exhibit, tmp_path_factory: pytest.TempPathFactory) -> str:
     with pytest.MonkeyPatch.context() as patch:
@@ -33,6 +41,19 @@ def report(digits: Exhibit, tmp_path_factory: pytest.TempPathFactory) -> str:
 def visit(browser: Browser, report: str) -> Iterator[Visit]:
     with visiting(browser, report, offline=True) as found:
         yield found
+
+
+ALIKE = """controls => {
+  const seen = new Map()
+  const kind = (one) => (one.closest('[data-testid]')?.dataset.testid ?? '') + one.localName
+  controls.forEach((one, at) => {
+    const name = kind(one).replace(/\\d+/g, '')
+    seen.set(name, [...(seen.get(name) ?? []), at])
+  })
+  return [...seen.values()].flatMap((all) => [...new Set([all[0], all[1], all.at(-1)])])
+    .filter((at) => at !== undefined)
+}"""
+"""The first two and the last of the controls that are alike: of labels, outputs, positions."""
 
 
 def choose(control: Locator) -> None:
@@ -60,7 +81,8 @@ def choose(control: Locator) -> None:
     ],
 )
 def test_nothing_that_can_be_chosen_is_missing(visit: Visit, state: str) -> None:
-    assert try_everything(visit, state) > 0
+    """Of the first page, really nothing."""
+    assert try_choices(visit, state, every=state == "/query") > 0
 
 
 @pytest.mark.parametrize("kind", ["speech", "patches", "training samples"])
@@ -72,7 +94,7 @@ def test_nor_of_positions_and_training_samples(
     chosen = None if kind == "training samples" else ["0", "1"]
     page = write_report(exhibit, tmp_path / "report.html", chosen)
     with visiting(browser, page.as_uri(), offline=True) as visit:
-        assert try_everything(visit, "/query") > 10
+        assert try_choices(visit, "/query") > 10
 
 
 @pytest.fixture(scope="module")
@@ -82,33 +104,33 @@ def address(digits: Exhibit, patches: Exhibit, words: Exhibit, speech: Exhibit) 
         yield found
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        "/query?span=0-1&label=3",
-        "/query?run=1&layer=0&at=3",
-        "/query?run=2&layer=mix&place=4",
-        "/query?run=3&ask=network&place=2",
-    ],
-)
+@pytest.mark.parametrize("state", SERVED)
 def test_a_server_answers_all_it_offers(browser: Browser, address: str, state: str) -> None:
     with visiting(browser, address) as visit:
-        assert try_everything(visit, state) > 10
+        assert try_choices(visit, state) > 10
 
 
-def try_everything(visit: Visit, state: str) -> int:
-    """Chooses all that a state offers, one after the other; gives how much that was."""
+@pytest.mark.long
+@pytest.mark.parametrize("state", SERVED)
+def test_really_all(browser: Browser, address: str, state: str) -> None:
+    with visiting(browser, address) as visit:
+        assert try_choices(visit, state, every=True) > 20
+
+
+def try_choices(visit: Visit, state: str, every: bool = False) -> int:
+    """Chooses what a state offers, one after the other, of what is alike a few; gives how many."""
     visit.settle(state)
     expect(visit.at("error")).to_have_count(0)
-    count = visit.page.locator(CHOICES).count()
-    for at in range(count):
+    controls = visit.page.locator(CHOICES)
+    chosen = range(controls.count()) if every else controls.evaluate_all(ALIKE)
+    for at in chosen:
         control = visit.page.locator(CHOICES).nth(at)
         name = control.evaluate("one => one.outerHTML")[:200]
         choose(control)
         expect(visit.page.locator("[aria-busy=true], [data-testid=progress]")).to_have_count(0)
         assert visit.at("error").count() == 0, name
         visit.go(state)
-    return count
+    return len(chosen)
 
 
 def test_outputs_that_are_not_carried_cannot_be_asked(visit: Visit) -> None:

@@ -106,20 +106,49 @@ def eventually(read: Callable[[], Any], expected: Any) -> None:
 
 
 @contextmanager
-def visiting(browser: Browser, home: str, **context: Any) -> Iterator[Visit]:
-    """A visit in a browser of its own; what it did wrong is found in the end."""
-    opened = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
-    page = opened.new_page()
+def visiting(browser: Browser, home: str, offline: bool = False, **look: Any) -> Iterator[Visit]:
+    """A visit; what it did wrong is found in the end.
+
+    Opening a page takes a browser longer than most tests do. So visits share one, which each
+    leaves blank and without cookies; the explorer's own state is all in its address. A visit that
+    fails, or wants another `look` (a size, colors), has a page of its own.
+    """
+    page = _opened(browser, offline, look)
     visit = Visit(page, home)
-    page.on("request", lambda request: visit.requests.append(request.url))
-    page.on("pageerror", lambda error: visit.complaints.append(str(error)))
-    page.on("console", lambda message: visit.complaints.append(message.text))
-    page.on("dialog", lambda dialog: visit.complaints.append(f"dialog: {dialog.message}"))
+    listeners: dict[Any, Callable[[Any], None]] = {
+        "request": lambda request: visit.requests.append(request.url),
+        "pageerror": lambda error: visit.complaints.append(str(error)),
+        "console": lambda message: visit.complaints.append(message.text),
+        "dialog": lambda dialog: visit.complaints.append(f"dialog: {dialog.message}"),
+    }
+    for event, listener in listeners.items():
+        page.on(event, listener)
+    reused = False
     try:
         yield visit
         visit.check()
+        reused = not look and len(page.context.pages) == 1
     finally:
-        opened.close()
+        if reused:
+            for event, listener in listeners.items():
+                page.remove_listener(event, listener)
+            page.unroute_all()
+            page.goto("about:blank")
+            page.context.clear_cookies()
+            _BLANK[browser, offline] = page
+        else:
+            page.context.close()
+
+
+_BLANK: dict[tuple[Browser, bool], Page] = {}
+"""Pages that earlier visits left, by whether they are offline."""
+
+
+def _opened(browser: Browser, offline: bool, look: dict[str, Any]) -> Page:
+    if not look and (browser, offline) in _BLANK:
+        return _BLANK.pop((browser, offline))
+    size = {"viewport": {"width": 1280, "height": 900}}
+    return browser.new_context(offline=offline, **{**size, **look}).new_page()
 
 
 @contextmanager
