@@ -71,7 +71,7 @@ def test_some_keys_at_a_time_make_the_same(monkeypatch: pytest.MonkeyPatch) -> N
     whole = hyper(q, k, v, is_causal=True)
     weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(0)).double()
     expected = torch.autograd.grad((whole * weights).sum(), (q, k, v))
-    monkeypatch.setattr(module, "PAIRS", 2 * 7 * 2 * 4)
+    monkeypatch.setitem(module.PAIRS, "cpu", 2 * 7 * 2 * 4)
     parts = hyper(q, k, v, is_causal=True)
     near(parts, whole, 1e-13)
     for one, other in zip(
@@ -88,7 +88,7 @@ def test_gradients(scores: str) -> None:
 
 def test_values_of_all_pairs_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the forward pass keeps grows with L × S, not with L × S × M."""
-    monkeypatch.setattr(module, "PAIRS", 1 << 12)
+    monkeypatch.setitem(module.PAIRS, "cpu", 1 << 12)
     kept = {}
     for width in (8, 64):
         q, k = torch.randn(2, 2, 40, 8).requires_grad_().unbind()
@@ -128,8 +128,8 @@ def test_some_keys_at_a_time_take_less_memory_than_all(
     heads, L, S, M = 4, 32, 128, 64
     q, k, v = (torch.randn(heads, n, M, requires_grad=learns) for n in (L, S, S))
     peaks = {}
-    for pairs in (module.PAIRS, L * M):
-        monkeypatch.setattr(module, "PAIRS", pairs)
+    for pairs in (module.PAIRS["cpu"], L * M):
+        monkeypatch.setitem(module.PAIRS, "cpu", pairs)
         with Peak() as peak:
             y = hyper(q, k, v)
             if learns:

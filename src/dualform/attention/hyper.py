@@ -31,8 +31,8 @@ from dualform.attention.shapes import (
 )
 from dualform.errors import AttentionError
 
-PAIRS = 1 << 24
-"""About so many numbers of pairs' values are formed at a time."""
+PAIRS = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""About so many numbers of pairs' values are formed at a time: more where each call is dear."""
 EPS = 1e-6
 """What is added to the mean square of the heads' scores."""
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {"relu": torch.relu, "linear": lambda x: x}
@@ -75,7 +75,7 @@ def hyper(
     a = _codes(_with_heads(q), _with_heads(for_each_query_head(k, q)), mask, scale, scores)
     a = dropout(a, dropout_p, training=dropout_p > 0)
     of_a_key = math.prod(a.shape[:-3]) * a.shape[-2] * v.shape[-1]
-    some = max(1, PAIRS // max(1, of_a_key))
+    some = max(1, PAIRS.get(q.device.type, PAIRS["cuda"]) // max(1, of_a_key))
     if some >= a.shape[-1]:
         y = _read(a, v, activation)
     else:
