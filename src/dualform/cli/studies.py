@@ -113,6 +113,31 @@ def image_attention(
 
 
 @study.command()
+@study_options("robust")
+@click.option(
+    "--dataset", type=click.Choice(["mnist", "fashion-mnist"]), help="Default: the setting's."
+)
+@click.option("--kind", "layers", multiple=True, help="Attention layers. Default: all six.")
+@click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
+def robust(
+    data: Path | None,
+    setting: str,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    as_json: bool,
+    **chosen: Any,
+) -> None:
+    """Robust attention on contaminated images."""
+    from dualform.studies.data import data_folder
+    from dualform.studies.robust import SETTINGS, run_study
+
+    given = {name: one for name, one in chosen.items() if one}
+    report = run_study(data_folder(data), replace(SETTINGS[setting], **given), seeds, device, out)
+    show_report(report, out, as_json)
+
+
+@study.command()
 @study_options("collapse")
 def collapse(
     data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
