@@ -12,15 +12,30 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from dualform import private
 from dualform.owners import calls
+
+
+class Uneven(Joinable):
+    """Something that processes may leave early."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    join_device, join_process_group = torch.device("cpu"), None
+
+    def join_hook(self, **given: Any) -> JoinHook:
+        return JoinHook()
+
 
 HELD: dict[str, Callable[[], Any]] = {
     "torch.UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage(),
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": lambda: torch.compile(nn.Linear(1, 1)),
     "torch._dynamo.eval_frame.OptimizedModule.dynamo_ctx": lambda: torch.compile(nn.Linear(1, 1)),
     "torch._ops.OpOverload._schema": lambda: torch.ops.aten.relu.default,
+    "torch.distributed.algorithms.join.Joinable._join_config": lambda: Uneven(),
     "torch.nn.Module._parameters": lambda: nn.Linear(1, 1),
     "torch.utils.data.DataLoader._iterator": lambda: torch.utils.data.DataLoader([1]),
     "lightning.LightningModule._compiler_ctx": lambda: _made("lightning", "LightningModule"),

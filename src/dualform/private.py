@@ -49,6 +49,7 @@ NAMES = {
     "torch._ops.OpOverload._schema": TORCH,
     "torch.nn.Module._compiled_call_impl": TORCH,
     "torch.nn.Module._parameters": TORCH,
+    "torch.distributed.algorithms.join.Joinable._join_config": TORCH,
     "torch.nn.modules.batchnorm._BatchNorm": TORCH,
     "torch.nn.modules.dropout._DropoutNd": TORCH,
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": TORCH,
@@ -182,6 +183,16 @@ def before_compile(module: nn.Module) -> nn.Module:
     """
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
+
+
+def is_joining(module: Any) -> bool:
+    """Whether a `DistributedDataParallel` is inside of its `join()`. Public: nothing.
+
+    >>> is_joining(nn.Linear(2, 2))
+    False
+    """
+    joining = getattr(module, "_join_config", None)
+    return joining is not None and bool(joining.enable)
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 import dualform
 
 STEPS, BATCH, SAMPLES = 5, 8, 24
+
+
+def evenly(samples: Sequence[int], rank: int, of: int, step: int) -> Sequence[int]:
+    """One after the other."""
+    return samples[rank::of]
+
+
+def unevenly(samples: Sequence[int], rank: int, of: int, step: int) -> Sequence[int]:
+    """Fewer for each process than for the one before, none for some; in turns."""
+    sizes = {1: [8], 2: [8, 0] if step % 2 else [5, 3], 4: [4, 3, 1, 0]}[of]
+    turn = (rank + step) % of
+    first = sum(sizes[:turn])
+    return samples[first : first + sizes[turn]]
 
 
 @dataclass(frozen=True)
@@ -35,8 +48,14 @@ class Loop:
     clip: bool = False
     passes: int = 1
     """How many passes make a step."""
+    apart: bool = False
+    """Whether even and odd samples are passes of their own: in two processes, one each."""
     thrown_away: bool = False
     """Whether each step begins with a pass whose gradients are thrown away."""
+    mean: bool = True
+    """Whether each process takes the mean of its own losses; else its part of the mean of all."""
+    deal: Callable[[Sequence[int], int, int, int], Sequence[int]] = evenly
+    """A process's part of a batch, given its rank, how many there are, and the step."""
     given: dict[str, Any] = field(default_factory=dict)
     """What else the wrapper is given."""
 
@@ -49,6 +68,20 @@ def images() -> nn.Module:
 
 def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+class Experts(nn.Module):
+    """Batches that begin with an even number go through one layer, others through the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(SAMPLES, 5)
+        self.even, self.odd = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, samples: Tensor) -> Tensor:
+        expert = self.odd if int(samples[0]) % 2 else self.even
+        found: Tensor = expert(torch.tanh(self.table(samples)))
+        return found
 
 
 class Words(nn.Module):
@@ -70,6 +103,10 @@ def numbers() -> Tensor:
     return torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
 
 
+def places() -> Tensor:
+    return torch.arange(SAMPLES)
+
+
 def pictures() -> Tensor:
     return torch.randn(SAMPLES, 1, 4, 4, generator=torch.Generator().manual_seed(2))
 
@@ -87,11 +124,17 @@ LOOPS = {
     "float32": Loop(images, pictures, dtype=torch.float32),
     "8 bits": Loop(images, pictures, keep="int8"),
     "by step": Loop(perceptron, numbers, torch.optim.AdamW, 0.01, keep={"0": "steps", "2": "rows"}),
-    "added up by hand": Loop(perceptron, numbers, by_hand=True),
+    "added up by hand": Loop(perceptron, numbers, by_hand=True, mean=False),
     "several passes": Loop(perceptron, numbers, passes=2),
     "one thrown away": Loop(perceptron, numbers, thrown_away=True),
+    "uneven": Loop(perceptron, numbers, torch.optim.AdamW, 0.01, mean=False, deal=unevenly),
+    "experts": Loop(Experts, places, apart=True, given={"find_unused_parameters": True}),
     "numbered": Loop(perceptron, numbers, ids=None),
 }
+
+
+FOUR = ("momentum", "words", "several passes", "uneven", "numbered")
+"""What four processes do."""
 
 
 def start(loop: Loop) -> nn.Module:
@@ -117,14 +160,16 @@ def train(
     with recording as recorder:
         for step in range(steps):
             if loop.thrown_away:
-                run_pass(loop, called, recorder, data, range(rank, rank + 3))
+                run_pass(loop, called, recorder, data, range(rank, rank + 3), 1.0)
                 optimizer.zero_grad()
-            for number in range(loop.passes):
-                first = (step * loop.passes + number) * BATCH
-                own = [at % SAMPLES for at in range(first, first + BATCH)][rank::of]
-                last = number == loop.passes - 1
+            passes = own_passes(loop, rank, of, step)
+            for number, own in enumerate(passes):
+                last = number == len(passes) - 1
                 with called.no_sync() if wrapped and not last else nullcontext():  # type: ignore[operator]
-                    run_pass(loop, called, recorder, data, own)
+                    averaged = 1 if loop.by_hand else of
+                    weight = 1 / len(own) if loop.mean else averaged / BATCH
+                    weight /= len(passes) if loop.apart else 1
+                    run_pass(loop, called, recorder, data, own, weight)
             if of > 1 and loop.by_hand:
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
@@ -135,20 +180,30 @@ def train(
     return model
 
 
-def run_pass(loop: Loop, called: nn.Module, recorder: Any, data: Tensor, own: Any) -> None:
-    """A forward and a backward pass of these samples."""
-    own = list(own)
+def own_passes(loop: Loop, rank: int, of: int, step: int) -> list[Sequence[int]]:
+    """The samples of each pass that a process makes in a step."""
+    first = step * loop.passes * BATCH
+    whole = [at % SAMPLES for at in range(first, first + loop.passes * BATCH)]
+    if loop.apart:
+        return [whole[0::2], whole[1::2]][rank::of]
+    batches = [whole[at : at + BATCH] for at in range(0, len(whole), BATCH)]
+    return [loop.deal(batch, rank, of, step) for batch in batches]
+
+
+def run_pass(
+    loop: Loop, called: nn.Module, recorder: Any, data: Tensor, own: Sequence[int], weight: float
+) -> None:
+    """A forward and a backward pass of these samples, whose losses have this weight."""
     if recorder is not None and loop.ids is not None:
         recorder.samples([loop.ids(at) for at in own])
-    logits = called(data[own])
-    # without an average over processes, the mean is taken by hand: over the whole batch
-    mean = nn.functional.cross_entropy(logits, torch.tensor(own) % 3, reduction="sum")
-    (mean / (BATCH if loop.by_hand else len(own))).backward()
+    logits = called(data[list(own)])
+    wanted = torch.tensor(own, dtype=torch.int64) % 3
+    (weight * nn.functional.cross_entropy(logits, wanted, reduction="sum")).backward()
 
 
 def train_all(rank: int, of: int, folder: Path) -> None:
     """Every loop, recorded and not; their weights are held against each other."""
-    for name in LOOPS:
+    for name in LOOPS if of == 2 else FOUR:
         recorded = train(name, rank, of, folder / name).state_dict()
         for part, plain in train(name, rank, of, None).state_dict().items():
             assert torch.equal(recorded[part], plain), f"{name}: {part}"

@@ -126,6 +126,18 @@ def tensor_parallel(rank: int, path: Path) -> None:
     recorded(model, path)
 
 
+def joined(rank: int, path: Path) -> None:
+    model = DistributedDataParallel(net())
+    with dualform.record(model, sgd(model), path), model.join():
+        pass
+
+
+def recorded_while_joined(rank: int, path: Path) -> None:
+    model = DistributedDataParallel(net())
+    with model.join():
+        recorded(model, path)
+
+
 REFUSED: dict[Callable[[int, Path], None], tuple[str, str]] = {
     another_shape: ("ModelMismatchError", "has '0.weight' of shape (4, 3) and float32"),
     other_weights: ("ModelMismatchError", "'0.weight' are not the same in process 0 and in proc"),
@@ -142,6 +154,8 @@ REFUSED: dict[Callable[[int, Path], None], tuple[str, str]] = {
     replicas: ("RecordingError", "DataParallel: its gradients come from several replicas"),
     fully_sharded: ("RecordingError", "is a DTensor on a mesh of 2 processes, placed as (S(0))"),
     flat_parameters: ("RecordingError", "is a flat parameter of FullyShardedDataParallel"),
+    joined: ("RecordingError", "have a process without a batch call the model with an empty one"),
+    recorded_while_joined: ("RecordingError", "model.join() lets processes make steps without"),
     tensor_parallel: ("RecordingError", "by fully_shard or tensor parallelism"),
 }
 """Each with its error, and what that says."""

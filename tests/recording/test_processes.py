@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.recording.distributed_loops import BATCH, LOOPS, STEPS, train, train_all
+from tests.recording.distributed_loops import BATCH, FOUR, LOOPS, STEPS, start, train, train_all
+from tests.recording.failing_loops import (
+    fail_save_and_leave,
+    killed_0_at_7,
+    killed_1_at_5,
+    to_the_end,
+)
 from tests.recording.refused_loops import refuse_all
-from tests.recording.trained_by import trained_by
+from tests.recording.trained_by import begun, trained_by
 
 import dualform
 
@@ -17,19 +24,38 @@ TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the runs of two processes and of one."""
-    folder = tmp_path_factory.mktemp("processes")
-    trained_by(2, train_all, folder / "two")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs of two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    trained_by(2, train_all, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with runs of four processes."""
+    folder = tmp_path_factory.mktemp("four")
+    trained_by(4, train_all, folder)
     return folder
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_two_processes_record_what_one_does(name: str, runs: Path) -> None:
+def test_two_processes_record_what_one_does(name: str, two: Path, tmp_path: Path) -> None:
+    check_equal(name, two / name, tmp_path / "one")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes_record_what_one_does(name: str, four: Path, tmp_path: Path) -> None:
+    check_equal(name, four / name, tmp_path / "one")
+
+
+def check_equal(name: str, together: Path, alone: Path) -> None:
+    """Holds a run of several processes against that of one, which is made for it."""
     loop, data = LOOPS[name], LOOPS[name].inputs()
     data = data.to(loop.dtype) if data.is_floating_point() else data
-    model, tolerance = train(name, 0, 1, runs / "one" / name), TOLERANCE[loop.dtype]
-    one, two = (dualform.open(runs / by / name) for by in ("one", "two"))
+    model, tolerance = train(name, 0, 1, alone), TOLERANCE[loop.dtype]
+    one, two = dualform.open(alone), dualform.open(together)
     assert two.steps == one.steps == STEPS
     assert list(two.source.ledger.check()) == []
     assert not two.source.ledger.unfinished
@@ -59,3 +85,33 @@ def test_two_processes_record_what_one_does(name: str, runs: Path) -> None:
 def test_what_cannot_be_one_run_is_refused_in_all_processes(tmp_path: Path) -> None:
     trained_by(2, refuse_all, tmp_path)
     assert dualform.open(tmp_path / "at last").steps == 1
+
+
+def test_a_killed_process_leaves_a_run_that_any_number_goes_on_with(tmp_path: Path) -> None:
+    for task, of, victim, readable in ((killed_1_at_5, 2, 1, 3), (killed_0_at_7, 3, 0, 6)):
+        processes = begun(task, of, tmp_path)
+        for process in processes:
+            process.join()
+        assert processes[victim].exitcode == -signal.SIGKILL
+        assert dualform.open(tmp_path / "run").steps == readable
+    to_the_end(0, 1, tmp_path)
+    run = dualform.open(tmp_path / "run")
+    assert run.steps == 9
+    assert list(run.source.ledger.check()) == []
+    assert run.audit().coverage == 1.0
+    assert run.audit().remainder <= 1e-12
+    alone = tmp_path / "alone"
+    to_the_end(0, 1, alone)
+    model, data = start(LOOPS["AdamW"]), LOOPS["AdamW"].inputs().double()
+    answers = []
+    for each in (dualform.open(alone / "run"), run):
+        model.load_state_dict(each.state_dict())
+        answers.append(each.explain(model, data[:2], target=0))
+    at = [answers[1].ids.index(sample) for sample in answers[0].ids]
+    np.testing.assert_allclose(answers[1].values[at], answers[0].values, rtol=1e-9, atol=1e-12)
+
+
+def test_training_goes_on_whatever_becomes_of_a_recording(tmp_path: Path) -> None:
+    trained_by(2, fail_save_and_leave, tmp_path)
+    assert dualform.open(tmp_path / "saved").source.ledger.marks[4] == "checkpoint"
+    assert dualform.open(tmp_path / "full").steps == 0

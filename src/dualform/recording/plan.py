@@ -23,7 +23,13 @@ from dualform.layers.derived import LARGEST
 from dualform.ledger import Book
 from dualform.ledger.tensors import CODES
 from dualform.optimizers import Rule, why_observed
-from dualform.private import before_compile, is_compiled, may_have_compiled, uses_cuda_graphs
+from dualform.private import (
+    before_compile,
+    is_compiled,
+    is_joining,
+    may_have_compiled,
+    uses_cuda_graphs,
+)
 from dualform.recording.keep import (
     AUTO,
     STEPS,
@@ -34,6 +40,12 @@ from dualform.recording.keep import (
     read_layers,
     refuse_needless,
     why_by_step,
+)
+
+JOINED = (
+    "model.join() lets processes make steps without those that have no batches left, and a step of "
+    "a run is one that every process has made. Leave it out, and have a process without a batch "
+    "call the model with an empty one, or give all processes as many batches (DistributedSampler)."
 )
 
 
@@ -94,6 +106,19 @@ def make_plan(
         for name, p in parameters.items()
     )
     return Plan(parameters, books, kept)
+
+
+def without_join(model: nn.Module) -> ExitStack:
+    """Until closed, `model.join()` is refused: its processes make different steps."""
+    stack = ExitStack()
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+
+        def refuse(**given: Any) -> None:
+            raise RecordingError(JOINED)
+
+        vars(model)["join_hook"] = refuse
+        stack.callback(vars(model).pop, "join_hook", None)
+    return stack
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -171,6 +196,8 @@ def refuse_wrapped(model: nn.Module) -> None:
             "process. Start one process for each GPU (torchrun) and use DistributedDataParallel, "
             "or record on one device (CUDA_VISIBLE_DEVICES=0)."
         )
+    if is_joining(model):
+        raise RecordingError(JOINED)
     for name, parameter in unwrapped(model).named_parameters():
         refuse_sharded(name, parameter)
     for name, module in unwrapped(model).named_modules():

@@ -39,6 +39,7 @@ from dualform.recording.plan import (
     torch_optimizer,
     uncompiled,
     unwrapped,
+    without_join,
 )
 from dualform.recording.processes import Line, Processes
 from dualform.recording.sample_ids import SampleIds
@@ -54,8 +55,8 @@ from dualform.recording.together import (
 )
 
 R = TypeVar("R")
-LAST_WORDS = 10.0
-"""After an error, a process waits so many seconds for the others to end with it."""
+AT_THE_END, AFTER_AN_ERROR = 300.0, 10.0
+"""So many seconds a process that leaves the `with` statement waits for the others to do so."""
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -205,6 +206,7 @@ class Recorder:
         with ExitStack() as hooks:
             hooks.callback(steps.stages.watch.close)
             hooks.enter_context(uncompiled())
+            hooks.enter_context(without_join(self._options.model))
             hooks.callback(SaveDetector(model, optimizer, mark).close)
             shared = partial(self._other_stepped, steps)
             hooks.callback(OtherOptimizers(optimizer, parameters, shared).close)
@@ -223,13 +225,13 @@ class Recorder:
         assert hooks is not None
         hooks.close()
         self._hooks = None
-        wait = None if error is None else LAST_WORDS
+        wait = AT_THE_END if error is None else AFTER_AN_ERROR
         try:
             if self.failure is None:
                 self._guard.book("at the end", self._finish, steps, wait)
             if self.failure is not None:
                 steps.stages.meeting.has_spoken = False
-                steps.tell_failed(LAST_WORDS)
+                steps.tell_failed(AFTER_AN_ERROR)
                 self._break_off(steps)
         except BaseException:
             if error is None:  # else the error that ended the loop is the one to see
@@ -243,7 +245,7 @@ class Recorder:
                 steps.stages.notices.conclude(*steps.outcome)
 
     @staticmethod
-    def _finish(steps: StepRecorder, wait: float | None) -> None:
+    def _finish(steps: StepRecorder, wait: float) -> None:
         try:
             steps.hand_over_rest(wait)
         finally:
