@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,9 +156,6 @@ def test_what_cannot_be_recorded_yet(tmp_path: Path) -> None:
         trainer_of(tmp_path, callback).fit(Two(), loader_of())
     with pytest.raises(RecordingError, match="was given a dict; give one DataLoader"):
         trainer_of(tmp_path, callback).fit(Module(), {"a": loader_of(), "b": loader_of()})
-    several: Any = SimpleNamespace(world_size=2)
-    with pytest.raises(RecordingError, match="devices=1"):
-        callback.setup(several, Module(), "fit")
     with pytest.raises(RecordingError, match=r"trainer\.fit"):
         _ = callback.recorder
     assert not (tmp_path / "run").exists()

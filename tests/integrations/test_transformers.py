@@ -221,7 +221,6 @@ def test_a_language_model_and_its_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "cure"),
     [
-        ({"world_size": 2}, "in one process"),
         ({"n_gpu": 2}, "CUDA_VISIBLE_DEVICES=0"),
         ({"torch_compile": True}, "torch_compile=False"),
         ({"deepspeed": {}, "auto_find_batch_size": True}, "give the batch size"),
@@ -229,7 +228,7 @@ def test_a_language_model_and_its_adapter(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_recorded_yet(setting: dict[str, Any], cure: str, tmp_path: Path) -> None:
-    usual = {"world_size": 1, "n_gpu": 1, "torch_compile": False, "deepspeed": None, "fsdp": []}
+    usual = {"n_gpu": 1, "torch_compile": False, "deepspeed": None, "fsdp": []}
     args: Any = SimpleNamespace(**(usual | {"auto_find_batch_size": False} | setting))
     with pytest.raises(RecordingError, match=cure):
         TransformersCallback(tmp_path / "run").on_train_begin(args, None, None)  # type: ignore[arg-type]

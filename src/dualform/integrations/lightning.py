@@ -79,11 +79,6 @@ class LightningCallback(Callback):
         if stage != "fit":
             return
         self.close()
-        if trainer.world_size > 1:
-            raise RecordingError(
-                f"LightningCallback cannot record training on {trainer.world_size} devices yet; "
-                "use Trainer(devices=1, num_nodes=1)."
-            )
         if self._ids_of is None:
             self._name_loaders(trainer)
 

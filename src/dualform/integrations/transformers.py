@@ -186,7 +186,6 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str] | None:
 
 def _check(args: TrainingArguments) -> None:
     problems = {
-        "several processes": (args.world_size > 1, "start it without torchrun, in one process"),
         f"{args.n_gpu} GPUs (DataParallel)": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES=0"),
         "torch_compile=True": (args.torch_compile, "use torch_compile=False"),
         "DeepSpeed": (bool(args.deepspeed), "leave deepspeed out"),
