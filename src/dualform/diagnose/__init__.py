@@ -23,6 +23,14 @@ from dualform.diagnose.kernel_pca import (
     kpca_values,
 )
 from dualform.diagnose.mask_graph import MaskGraph, dobrushin, mask_graph
+from dualform.diagnose.path_kernels import (
+    PathKernel,
+    PathPrior,
+    fit_paths,
+    head_scores,
+    path_features,
+)
+from dualform.diagnose.paths import Paths, paths
 from dualform.diagnose.probe import Probe, ridge_probe
 from dualform.diagnose.report import Diagnosis, LayerMask, Statement, diagnose
 
@@ -35,6 +43,9 @@ __all__ = [
     "LayerMask",
     "LayerSpread",
     "MaskGraph",
+    "PathKernel",
+    "PathPrior",
+    "Paths",
     "Probe",
     "Spread",
     "Statement",
@@ -44,11 +55,15 @@ __all__ = [
     "collapse",
     "diagnose",
     "dobrushin",
+    "fit_paths",
+    "head_scores",
     "heads",
     "kernel_pca",
     "kpca_values",
     "mask_graph",
     "pair_codes",
+    "path_features",
+    "paths",
     "ridge_probe",
     "spread",
 ]

@@ -88,8 +88,10 @@ def watched(
     running: dict[nn.Module, BlockState] = {}
     names = {block: name for name, block in blocks.items()}
 
-    def enter(block: nn.Module, _: Any) -> None:
-        running[block] = BlockState(names[block], torch.empty(0))
+    def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        given = next((x for x in tensors if x.is_floating_point()), torch.empty(0))
+        running[block] = BlockState(names[block], torch.empty(0), _in_batches(block, given))
 
     def leave(block: nn.Module, _: Any, out: Any) -> None:
         seen = running.pop(block)
@@ -104,7 +106,7 @@ def watched(
         if with_weights:  # first, so that a block that is attention has its weights when it ends
             stack.enter_context(watched_attention(model, running, averages_only))
         for block in blocks.values():
-            stack.callback(block.register_forward_pre_hook(enter).remove)
+            stack.callback(block.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(block.register_forward_hook(leave).remove)
         yield
 
@@ -162,8 +164,13 @@ def _tokens(block: nn.Module, name: str, out: Any) -> Tensor:
             f"'{name}' returned {given}; a block of a transformer returns its tokens, (batch, "
             "tokens, width). Name other modules with layers=."
         )
+    return _in_batches(block, x)
+
+
+def _in_batches(block: nn.Module, x: Tensor) -> Tensor:
+    """(batch, tokens, width) of tokens as a block takes them."""
     x = x.detach()
-    if x.ndim == 2:
-        return x[None]
+    if x.ndim != 3:
+        return x[None] if x.ndim == 2 else x
     attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
     return x if attention is None or attention.batch_first else x.transpose(0, 1)

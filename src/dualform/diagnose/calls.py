@@ -61,6 +61,8 @@ class BlockState:
     name: str
     tokens: Tensor
     """(batch, tokens, width), after the block."""
+    given: Tensor = field(default_factory=lambda: torch.empty(0))
+    """The same before it."""
     calls: list[AttentionCall] = field(default_factory=list)
     """The block's self-attention, where asked for."""
 

