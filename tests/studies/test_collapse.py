@@ -226,6 +226,7 @@ def test_sentences_follow_the_numbers() -> None:
     )
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_command_runs(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SETTINGS, "small", replace(TINY, seeds=1, trained_seeds=1))
     asked = ["study", "collapse", "--data", str(data), "--out", str(tmp_path / "out"), "--json"]

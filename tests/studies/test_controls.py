@@ -317,6 +317,7 @@ def test_runs_stay_for_the_explorer(report: tuple[Report, Path]) -> None:
         assert "test digit 0" in asked["titles"][0]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_interrupted_study_goes_on(
     data: Path, tmp_path: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +349,7 @@ def _only(whole: Any, seed: int) -> Any:
     return method
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_from_the_shell(
     data: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -378,6 +378,7 @@ def test_runs_stay_for_the_explorer(
     assert len(preview.data.split()) == WORDS.unroll
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_interrupted_study_goes_on(
     data: Path, tmp_path: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -427,6 +428,7 @@ def test_the_papers_setting_makes_a_step(data: Path, tmp_path: Path) -> None:
         assert audit.remainder < 1e-4, name  # Adam's first step magnifies rounding
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_from_the_shell(
     data: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -263,6 +263,7 @@ def test_the_first_run_stays_for_the_explorer(report: tuple[Report, Path]) -> No
     assert any("taken for" in title for title in asked["titles"].tolist())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_interrupted_study_goes_on(
     data: Path, tmp_path: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +307,7 @@ def write_cifar(folder: Path) -> None:
         (folder / name).write_bytes(bytes(records.flatten()))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_from_the_shell(
     data: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -216,6 +216,7 @@ def test_the_first_sequence_stays_for_the_explorer(report: tuple[Report, Path]) 
     assert any("taken for output" in title for title in asked["titles"].tolist())
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_an_interrupted_study_goes_on(
     data: Path, tmp_path: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,12 +233,11 @@ def test_an_interrupted_study_goes_on(
     assert again.findings == report[0].findings
 
 
-def test_what_is_kept_holds_for_its_data_only(data: Path, tmp_path: Path) -> None:
-    study(data, tmp_path / "out", seeds=1)
+def test_what_is_kept_holds_for_its_data_only(report: tuple[Report, Path], tmp_path: Path) -> None:
     for name, seed, count in (("mnist", 5, 80), ("fashion-mnist", 1, 90)):
         write_images(tmp_path / "other" / name, seed, count)
     with pytest.raises(EvaluationError, match=r"with other settings: data='[0-9a-f]{8}' \(there '"):
-        study(tmp_path / "other", tmp_path / "out", seeds=1)
+        study(tmp_path / "other", report[1])
 
 
 def test_where_nothing_is_learned_nothing_is_forgotten(data: Path, tmp_path: Path) -> None:
@@ -248,6 +248,7 @@ def test_where_nothing_is_learned_nothing_is_forgotten(data: Path, tmp_path: Pat
     assert "examples.png" not in {picture.file for picture in found.pictures}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_from_the_shell(
     data: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
