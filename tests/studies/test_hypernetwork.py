@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 
+from dualform.cli import cli
 from dualform.diagnose import pair_codes
 from dualform.errors import EvaluationError
 from dualform.studies.hypernetwork import SETTINGS, TrainingSetting, run_study
@@ -181,13 +184,22 @@ def test_sentences_follow_the_numbers() -> None:
     )
     assert "Of 4 differences to softmax, 2 have" in said[7]
     assert "HYLA on raven, rules, 20 ± 0" in said[7]
-    assert "8 have an interval without 0: linear, RMS on combinations -20 ± 0" in said[8]
-    assert "HYLA 81 ± 2 (up 31.0 by training)" in said[9]
+    assert "15 of 15 cases: linear on test -20 ± 0; linear on combinations -20 ± 0;" in said[8]
+    assert "3 of 3 cases: linear on test -20 ± 0;" in said[9]
+    assert "HYLA 81 ± 2 (up 31.0 by training)" in said[10]
     assert said[-2].endswith("by their features: 1: 10.0, 2: 25.0.")
     assert "1.0% of the rows (constant) to 5.0% (sum)" in said[-1]
     alike = findings(results(0.6, 0.6))
     assert "none has a 95 % interval without 0" in alike[7]
-    assert "0 have an interval without 0." in alike[8]
+    assert "in 0 of 15 cases." in alike[8]
+
+
+def test_the_command_runs(found: tuple[Report, Path]) -> None:
+    report, out = found
+    asked = ["study", "hypernetwork", "--setting", "tiny", "--out", str(out), "--json"]
+    result = CliRunner().invoke(cli, asked)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["findings"] == list(report.findings)
 
 
 def test_unknown_layers_are_refused(tmp_path: Path) -> None:

@@ -159,6 +159,15 @@ def fixed_point(setting: str, seeds: int | None, device: str, out: Path, as_json
     show_report(run_study(SETTINGS[setting], seeds, device, out), out, as_json)
 
 
+@study.command("hypernetwork")
+@study_options("hypernetwork", needs_data=False, sizes=("small", "tiny", "middle", "paper"))
+def hypernetwork(setting: str, seeds: int | None, device: str, out: Path, as_json: bool) -> None:
+    """Does hypernetwork attention combine known rules anew?"""
+    from dualform.studies.hypernetwork import SETTINGS, run_study
+
+    show_report(run_study(SETTINGS[setting], seeds, device, out), out, as_json)
+
+
 @study.command()
 @study_options("mnist")
 @click.option(
