@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-RECORDED = "recording least architectures optimizers ledger reading explaining memory"
+RECORDED = "recording distributed least architectures optimizers ledger reading explaining memory"
 OTHERS = "owners attention diagnose hyper ridge families explorer"
 for name in [*RECORDED.split(), *OTHERS.split()]:
     print(f"— {name}", flush=True)
