@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.compaction.runs import LAYERS, STEPS, contents, recorded
+from tests.in_turn import in_turn
 from tests.read.test_ranks import deal
 from torch import nn
 
@@ -38,10 +39,10 @@ TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-12}
 """As for runs that are recorded with less: tests/recording/test_entries.py."""
 
 
-@pytest.fixture(
-    params=[(layer, optimizer) for layer in LAYERS for optimizer in ("momentum", "adamw")],
-    ids="-".join,
-)
+CASES = [(layer, optimizer) for layer in LAYERS for optimizer in ("momentum", "adamw")]
+
+
+@pytest.fixture(params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     layer, optimizer = request.param
     return layer, optimizer
@@ -84,8 +85,7 @@ def test_a_compacted_run_is_the_one_recorded_with_less(
                 assert torch.equal(mine, theirs), name
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("case", "policy", "dtype"), in_turn(CASES, POLICIES, TOLERANCE))
 def test_the_books_stay(
     policy: str, dtype: torch.dtype, case: tuple[str, str], tmp_path: Path
 ) -> None:

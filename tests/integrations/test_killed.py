@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integrations.killed_victims import (
-    train_lightning,
-    train_transformers,
-    transformers_trainer,
-)
+from tests.integrations.killed_lightning import train_lightning
+from tests.integrations.killed_transformers import train_transformers, transformers_trainer
 from tests.processes import SERVER
 
 import dualform

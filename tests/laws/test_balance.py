@@ -55,10 +55,11 @@ def covering() -> list[Place]:
     return in_turn + [(case, "Muon", dtype) for case in matrices[::3] for dtype in DTYPES]
 
 
-def places(chosen: list[Place]) -> list[Any]:
+def places(chosen: list[Place], *marks: pytest.MarkDecorator) -> list[Any]:
     """Cells as parameters of a test."""
     return [
-        pytest.param(*place, id=f"{place[0]}-{place[1]}-{str(place[2])[-2:]}") for place in chosen
+        pytest.param(*place, id=f"{place[0]}-{place[1]}-{str(place[2])[-2:]}", marks=marks)
+        for place in chosen
     ]
 
 
@@ -100,10 +101,16 @@ def test_whole_grid(case: str, optimizer: str, dtype: torch.dtype, tmp_path: Pat
 
 
 OTHERS = pairs("uses", "structures", "architectures")
+IN_SINGLE = [(*pair, torch.float32) for pair in OTHERS]
 
 
 @pytest.mark.parametrize(
-    ("case", "optimizer", "dtype"), places([(*pair, dtype) for pair in OTHERS for dtype in DTYPES])
+    ("case", "optimizer", "dtype"),
+    [
+        *places([(*pair, torch.float64) for pair in OTHERS]),
+        *places(IN_SINGLE[::2]),
+        *places(IN_SINGLE[1::2], pytest.mark.long),
+    ],
 )
 def test_other_cases(fitted: Fit, case: str, optimizer: str, dtype: torch.dtype) -> None:
     """The remainder is at most the tolerance, or what the rounding of stored weights can be.

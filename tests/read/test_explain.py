@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.cases.optimizers import OPTIMIZERS
+from tests.in_turn import in_turn
 from tests.read.conftest import Recorded
 from tests.told import told
 from torch import Tensor, nn
@@ -205,8 +206,7 @@ def test_columns_in_small_memory(optimizer: str, by: str, recorded: Make) -> Non
     assert_columns(made, groupings[by])
 
 
-@pytest.mark.parametrize("case", STREAMS)
-@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", *STATEFUL])
+@pytest.mark.parametrize(("case", "optimizer"), in_turn(STREAMS, ["SGD, Nesterov", *STATEFUL]))
 def test_columns_of_books_with_several_streams(
     case: str, optimizer: str, recorded_case: Make
 ) -> None:
@@ -219,8 +219,7 @@ def test_row_by_row_is_the_product_with_the_matrix(optimizer: str, recorded: Mak
     assert_row_by_row(recorded(optimizer))
 
 
-@pytest.mark.parametrize("case", STREAMS)
-@pytest.mark.parametrize("optimizer", ["SGD, Nesterov", *STATEFUL])
+@pytest.mark.parametrize(("case", "optimizer"), in_turn(STREAMS, ["SGD, Nesterov", *STATEFUL]))
 def test_row_by_row_for_books_with_several_streams(
     case: str, optimizer: str, recorded_case: Make
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.cases.optimizers import OPTIMIZERS
+from tests.in_turn import in_turn
 from tests.told import told
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
@@ -123,9 +124,10 @@ def decay_unread_rows(model: Network, optimizer: Optimizer, number: int) -> None
     model.table.weight.data[30_000:30_100] *= 0.99
 
 
-@pytest.mark.parametrize("optimizer", REPRESENTATIVE)
-@pytest.mark.parametrize("edit", [one_element, zero_a_row, overwrite_a_block])
-@pytest.mark.parametrize("place", ["edit", "within"])
+@pytest.mark.parametrize(
+    ("place", "edit", "optimizer"),
+    in_turn(["edit", "within"], [one_element, zero_a_row, overwrite_a_block], REPRESENTATIVE),
+)
 def test_a_part_of_a_weight_is_changed(
     place: str, edit: Edit, optimizer: str, tmp_path: Path
 ) -> None:
@@ -183,17 +185,13 @@ def test_an_edit_that_begins_later_is_noticed(first: int, steps: int, tmp_path: 
     )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [(torch.float32, False), (torch.float64, False), (torch.float32, True)],
-    ids=["float32", "float64", "autocast"],
+    ("optimizer", "precision"), in_turn(OPTIMIZERS, ["float32", "float64", "autocast"])
 )
-def test_training_as_usual_raises_no_alarm(
-    dtype: torch.dtype, autocast: bool, optimizer: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
-    trained(OPTIMIZERS[optimizer], path, dtype=dtype, autocast=autocast, steps=9)
+def test_training_as_usual_raises_no_alarm(optimizer: str, precision: str, tmp_path: Path) -> None:
+    path, is_cast = tmp_path / "run", precision == "autocast"
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    trained(OPTIMIZERS[optimizer], path, dtype=dtype, autocast=is_cast, steps=9)
     assert dualform.open(path).audit().coverage == 1
 
 
