@@ -30,8 +30,8 @@ def _of_pair(results: RobustResults, layer: str, other: str) -> str:
         {name: one for name, one in found.items() if sign * one.mean > one.interval}
         for sign in (1, -1)
     )
-    said = f"{layer} against {other}: of {len(found)} differences, {len(better)} are clear gains"
-    said += f" and {len(worse)} clear losses"
+    said = f"{layer} against {other}: of {len(found)} differences, {len(better)} clearly gain"
+    said += f" and {len(worse)} clearly lose"
     for kind, some in (("largest gain", better), ("largest loss", worse)):
         if some:
             name, one = max(some.items(), key=lambda item: abs(item[1].mean))
@@ -59,12 +59,13 @@ def _sparse(results: RobustResults) -> Iterator[str]:
         yield (
             f"After clean training, {precisely(found)} % of what {layer} takes for corruption lies "
             f"in the quarter of tokens that is corrupted, and {precisely(keys)} % of the keys' "
-            f"size{_chance(found)}."
+            f"size{_against_chance(found)}."
         )
 
 
-def _chance(found: Estimate) -> str:
+def _against_chance(found: Estimate) -> str:
     if math.isnan(found.interval):
         return ""
-    near = abs(found.mean - 25) <= found.interval
-    return ": no more than chance" if near else ""
+    if abs(found.mean - 25) <= found.interval:
+        return "; by chance it would be 25 % as well"
+    return f": {'more' if found.mean > 25 else 'less'} than the 25 % of chance"
