@@ -86,7 +86,7 @@ def test_info_names_a_damaged_log(demo: Path, tmp_path: Path) -> None:
         assert "is altered: the seal of line 2 does not fit" in result.stderr
         assert "Every committed byte" not in result.stdout
     assert "seal of line 2" in json.loads(result.stdout)["problems"][0]
-    result = begun_anew("audit", "run", cwd=tmp_path)
+    result = dualform("audit", "run", cwd=tmp_path)
     assert result.returncode == 1
     assert "is damaged" in result.stderr
 
