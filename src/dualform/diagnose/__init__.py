@@ -23,6 +23,7 @@ from dualform.diagnose.kernel_pca import (
     kpca_values,
 )
 from dualform.diagnose.mask_graph import MaskGraph, dobrushin, mask_graph
+from dualform.diagnose.over_training import OverTraining, over_training
 from dualform.diagnose.path_kernels import (
     PathKernel,
     PathPrior,
@@ -43,6 +44,7 @@ __all__ = [
     "LayerMask",
     "LayerSpread",
     "MaskGraph",
+    "OverTraining",
     "PathKernel",
     "PathPrior",
     "Paths",
@@ -61,6 +63,7 @@ __all__ = [
     "kernel_pca",
     "kpca_values",
     "mask_graph",
+    "over_training",
     "pair_codes",
     "path_features",
     "paths",

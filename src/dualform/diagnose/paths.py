@@ -55,14 +55,18 @@ class Paths(Displayed):
         return float(1 - (y - predicted).square().sum() / (y - y.mean()).square().sum())
 
     @property
+    def each(self) -> list[tuple[float, str]]:
+        """The score of each head, with its name."""
+        return [
+            (float(score), f"head {head} of {block}")
+            for block, row in zip(self.blocks, self.scores, strict=True)
+            for head, score in enumerate(row)
+        ]
+
+    @property
     def finding(self) -> str:
         """The result in one sentence."""
-        flat = [
-            (float(s), f"head {h} of {b}")
-            for b, row in zip(self.blocks, self.scores, strict=True)
-            for h, s in enumerate(row)
-        ]
-        most, least = max(flat), min(flat)
+        most, least = max(self.each), min(self.each)
         return (
             f"Paths to the targets use {most[1]} most (score {most[0]:.3f}) and {least[1]} least "
             f"({least[0]:.3f})."

@@ -9,7 +9,7 @@ from dualform.testing.layers import LayerContract
 from dualform.testing.ledgers import LedgerContract
 from dualform.testing.operators import OperatorContract
 from dualform.testing.optimizers import RuleContract
-from dualform.testing.training import Loop, tiny_run, train
+from dualform.testing.training import Loop, tiny_attention_run, tiny_run, train
 
 __all__ = [
     "CodecContract",
@@ -19,6 +19,7 @@ __all__ = [
     "Loop",
     "OperatorContract",
     "RuleContract",
+    "tiny_attention_run",
     "tiny_run",
     "train",
 ]

@@ -99,3 +99,20 @@ def tiny_run(
     path = Path(tempfile.mkdtemp()) / "run"
     train(model, optimizer, x, y, Loop(), path)
     return open_run(path), model, x
+
+
+def tiny_attention_run() -> tuple[Run, nn.Module, Tensor]:
+    """The same for a transformer: two blocks of two heads that learn to copy their first token.
+
+    >>> run, model, x = tiny_attention_run()
+    >>> run.steps, tuple(x.shape)
+    (6, (8, 5, 8))
+    """
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    x = torch.randn(8, 5, 8)
+    path = Path(tempfile.mkdtemp()) / "run"
+    train(model, optimizer, x, x[:, :1].expand_as(x), Loop(), path)
+    return open_run(path), model, x
