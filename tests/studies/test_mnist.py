@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,7 @@ from dualform.cli import cli
 from dualform.errors import EvaluationError, ReadingError
 from dualform.studies.class_parts import class_parts
 from dualform.studies.classifiers import Training, train, whole_batches
-from dualform.studies.data import CIFAR_RECORD, Images
+from dualform.studies.data import CIFAR_RECORD, Images, load_images
 from dualform.studies.mnist import (
     SETTINGS,
     MnistSetting,
@@ -338,6 +339,22 @@ def test_cifar_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     preview = samples.preview(4)
     assert preview is not None
     assert torch.as_tensor(preview.data).shape == (32, 32, 3)
+
+
+@pytest.mark.parametrize("place", ["cifar10/cifar-10-batches-bin", "cifar-10-batches-bin"])
+def test_cifar_is_found_as_its_archive_unpacks(place: str, tmp_path: Path) -> None:
+    write_cifar(tmp_path / place)
+    batch = tmp_path / place / "data_batch_2.bin"
+    batch.with_suffix(".bin.gz").write_bytes(gzip.compress(batch.read_bytes()))
+    batch.unlink()
+    train, test = load_images(tmp_path, "cifar10")
+    assert (len(train), len(test)) == (100, 20)
+    label, *pixels = (tmp_path / place / "data_batch_3.bin").read_bytes()[:CIFAR_RECORD]
+    assert train.y[40] == label
+    assert train.pixels[40, 0, 1].tolist() == [pixels[1], pixels[1025], pixels[2049]]
+    batch.write_bytes(b"\0" * (CIFAR_RECORD + 1))
+    with pytest.raises(ReadingError, match=r"data_batch_2\.bin' has 3,074 bytes, which are no rec"):
+        load_images(tmp_path, "cifar10")
 
 
 def test_data_that_is_not_there_is_named(data: Path, tmp_path: Path) -> None:

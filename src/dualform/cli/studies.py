@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,186 +61,121 @@ def study() -> None:
     """The papers' experiments, one command each."""
 
 
-@study.command()
-@study_options("uea")
-@click.option("--dataset", "datasets", multiple=True, help="Default: the setting's.")
-@click.option("--kind", "layers", multiple=True, help="Attention layers. Default: all six.")
-@click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
-@click.option("--workers", type=click.IntRange(0), default=0, help="Processes; 0: only this one.")
-def uea(
-    data: Path | None,
-    setting: str,
-    seeds: int | None,
-    device: str,
-    out: Path,
-    as_json: bool,
-    workers: int,
-    **chosen: Any,
+def add_study(
+    name: str,
+    summary: str,
+    *choices: Any,
+    sizes: Sequence[str] = SIZES,
+    needs_data: bool = True,
+    model: str = "",
 ) -> None:
-    """Test accuracy of each attention layer on time series."""
-    from dualform.studies.data import data_folder
-    from dualform.studies.uea import SETTINGS, run_study
+    """Adds `dualform study NAME`, which calls `run_study` of the package of that name.
 
-    given = {name: one for name, one in chosen.items() if one}
-    report = run_study(
-        data_folder(data), replace(SETTINGS[setting], **given), seeds, device, out, workers
+    Args:
+        choices: options of this study. Where they are given, they replace what the setting has.
+        model: what makes the model for the explorer; {setting} in it is filled in. `run_study`
+            takes it after the folder of the results.
+    """
+
+    def command(
+        setting: str,
+        seeds: int | None,
+        device: str,
+        out: Path,
+        as_json: bool,
+        data: Path | None = None,
+        workers: int | None = None,
+        **chosen: Any,
+    ) -> None:
+        from dualform.studies.data import data_folder
+
+        package = import_module(f"dualform.studies.{name.replace('-', '_')}")
+        given = {field: one for field, one in chosen.items() if one}
+        asked = replace(package.SETTINGS[setting], **given)
+        parts: list[Any] = [data_folder(data)] if needs_data else []
+        parts += [asked, seeds, device, out]
+        if model:
+            kind = setting + ("_cifar10" if given.get("dataset") == "cifar10" else "")
+            parts.append(model.format(setting=kind))
+        if workers is not None:
+            parts.append(workers)
+        show_report(package.run_study(*parts), out, as_json)
+
+    for option in (*reversed(choices), study_options(name, needs_data, sizes)):
+        command = option(command)
+    study.command(name, help=summary)(command)
+
+
+def choose_images(*names: str, default: str = "the setting's") -> Any:
+    """The option that says which pictures a study is about."""
+    return click.option("--dataset", type=click.Choice(names), help=f"Default: {default}.")
+
+
+def choose_layers(count: str) -> Any:
+    """The option that says which attention layers are trained."""
+    return click.option(
+        "--kind", "layers", multiple=True, help=f"Attention layers. Default: {count}."
     )
-    show_report(report, out, as_json)
 
 
-@study.command("image-attention")
-@study_options("image-attention")
-@click.option(
-    "--dataset", type=click.Choice(["mnist", "fashion-mnist"]), help="Default: fashion-mnist."
+def choose_workers(what: str) -> Any:
+    """The option that says how many processes work."""
+    return click.option("--workers", type=click.IntRange(0), default=0, help=what)
+
+
+DIGITS, GARMENTS = "mnist", "fashion-mnist"
+EPOCHS = click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
+
+add_study(
+    "uea",
+    "Test accuracy of each attention layer on time series.",
+    click.option("--dataset", "datasets", multiple=True, help="Default: the setting's."),
+    choose_layers("all six"),
+    EPOCHS,
+    choose_workers("Processes; 0: only this one."),
 )
-@click.option("--kind", "layers", multiple=True, help="Attention layers. Default: five.")
-@click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
-def image_attention(
-    data: Path | None,
-    setting: str,
-    seeds: int | None,
-    device: str,
-    out: Path,
-    as_json: bool,
-    **chosen: Any,
-) -> None:
-    """A small vision transformer with each attention layer."""
-    from dualform.studies.data import data_folder
-    from dualform.studies.image_attention import SETTINGS, run_study
-
-    given = {name: one for name, one in chosen.items() if one}
-    report = run_study(data_folder(data), replace(SETTINGS[setting], **given), seeds, device, out)
-    show_report(report, out, as_json)
-
-
-@study.command()
-@study_options("robust")
-@click.option(
-    "--dataset", type=click.Choice(["mnist", "fashion-mnist"]), help="Default: the setting's."
+add_study(
+    "image-attention",
+    "A small vision transformer with each attention layer.",
+    choose_images(DIGITS, GARMENTS, default=GARMENTS),
+    choose_layers("five"),
+    EPOCHS,
 )
-@click.option("--kind", "layers", multiple=True, help="Attention layers. Default: all six.")
-@click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
-def robust(
-    data: Path | None,
-    setting: str,
-    seeds: int | None,
-    device: str,
-    out: Path,
-    as_json: bool,
-    **chosen: Any,
-) -> None:
-    """Robust attention on contaminated images."""
-    from dualform.studies.data import data_folder
-    from dualform.studies.robust import SETTINGS, run_study
-
-    given = {name: one for name, one in chosen.items() if one}
-    report = run_study(data_folder(data), replace(SETTINGS[setting], **given), seeds, device, out)
-    show_report(report, out, as_json)
-
-
-@study.command()
-@study_options("collapse")
-def collapse(
-    data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
-) -> None:
-    """Which masks, norms and widths let tokens become alike?"""
-    from dualform.studies.collapse import SETTINGS, run_study
-    from dualform.studies.data import data_folder
-
-    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out)
-    show_report(report, out, as_json)
-
-
-@study.command("fixed-point")
-@study_options("fixed-point", needs_data=False)
-def fixed_point(setting: str, seeds: int | None, device: str, out: Path, as_json: bool) -> None:
-    """Does iterated attention converge, and to a Gaussian?"""
-    from dualform.studies.fixed_point import SETTINGS, run_study
-
-    show_report(run_study(SETTINGS[setting], seeds, device, out), out, as_json)
-
-
-@study.command("hypernetwork")
-@study_options("hypernetwork", needs_data=False, sizes=("small", "tiny", "middle", "paper"))
-def hypernetwork(setting: str, seeds: int | None, device: str, out: Path, as_json: bool) -> None:
-    """Does hypernetwork attention combine known rules anew?"""
-    from dualform.studies.hypernetwork import SETTINGS, run_study
-
-    show_report(run_study(SETTINGS[setting], seeds, device, out), out, as_json)
-
-
-@study.command()
-@study_options("mnist")
-@click.option(
-    "--dataset",
-    type=click.Choice(["mnist", "fashion-mnist", "cifar10"]),
-    default="mnist",
-    show_default=True,
+add_study(
+    "robust",
+    "Robust attention on contaminated images.",
+    choose_images(DIGITS, GARMENTS),
+    choose_layers("all six"),
+    EPOCHS,
 )
-def mnist(
-    data: Path | None,
-    setting: str,
-    dataset: str,
-    seeds: int | None,
-    device: str,
-    out: Path,
-    as_json: bool,
-) -> None:
-    """Do images that a test image attends to have its class?"""
-    from dualform.studies.data import data_folder
-    from dualform.studies.mnist import SETTINGS, run_study
-
-    chosen = replace(SETTINGS[setting], dataset=dataset)
-    colors = "_cifar10" if dataset == "cifar10" else ""
-    model = f"dualform.studies.mnist:{setting}{colors}_model"
-    report = run_study(data_folder(data), chosen, seeds, device, out, model)
-    show_report(report, out, as_json)
-
-
-@study.command("two-tasks")
-@study_options("two-tasks")
-def two_tasks(
-    data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
-) -> None:
-    """Digits, then garments: where does attention go?"""
-    from dualform.studies.data import data_folder
-    from dualform.studies.two_tasks import SETTINGS, run_study
-
-    model = f"dualform.studies.two_tasks:{setting}_model"
-    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, model)
-    show_report(report, out, as_json)
-
-
-@study.command()
-@study_options("controls", sizes=("small", "middle", "paper"))
-@click.option("--workers", type=click.IntRange(0), default=0, help="Processes that retrain.")
-def controls(
-    data: Path | None,
-    setting: str,
-    seeds: int | None,
-    device: str,
-    out: Path,
-    as_json: bool,
-    workers: int,
-) -> None:
-    """What attention tells beyond simpler things."""
-    from dualform.studies.controls import SETTINGS, run_study
-    from dualform.studies.data import data_folder
-
-    model = f"dualform.studies.controls:{setting}_model"
-    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, model, workers)
-    show_report(report, out, as_json)
-
-
-@study.command("language")
-@study_options("language")
-def language(
-    data: Path | None, setting: str, seeds: int | None, device: str, out: Path, as_json: bool
-) -> None:
-    """Which training positions language models use."""
-    from dualform.studies.data import data_folder
-    from dualform.studies.language import SETTINGS, run_study
-
-    models = f"dualform.studies.language.explored:{setting}"
-    report = run_study(data_folder(data), SETTINGS[setting], seeds, device, out, models)
-    show_report(report, out, as_json)
+add_study("collapse", "Which masks, norms and widths let tokens become alike?")
+add_study("fixed-point", "Does iterated attention converge, and to a Gaussian?", needs_data=False)
+add_study(
+    "hypernetwork",
+    "Does hypernetwork attention combine known rules anew?",
+    sizes=("small", "tiny", "middle", "paper"),
+    needs_data=False,
+)
+add_study(
+    "mnist",
+    "Do images that a test image attends to have its class?",
+    choose_images(DIGITS, GARMENTS, "cifar10", default=DIGITS),
+    model="dualform.studies.mnist:{setting}_model",
+)
+add_study(
+    "two-tasks",
+    "Digits, then garments: where does attention go?",
+    model="dualform.studies.two_tasks:{setting}_model",
+)
+add_study(
+    "controls",
+    "What attention tells beyond simpler things.",
+    choose_workers("Processes that retrain."),
+    sizes=("small", "middle", "paper"),
+    model="dualform.studies.controls:{setting}_model",
+)
+add_study(
+    "language",
+    "Which training positions language models use.",
+    model="dualform.studies.language.explored:{setting}",
+)

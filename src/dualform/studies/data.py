@@ -32,6 +32,8 @@ CIFAR = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", 
 DEBIAN = Path("/usr/share/datasets")
 """Where Debian's package dataset-fashion-mnist puts its files."""
 CIFAR_RECORD = 1 + 3 * 32 * 32
+CIFAR_ARCHIVE = "cifar-10-batches-bin"
+"""The folder in the archive of CIFAR-10's binary version."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def read_text(data: Path, name: str) -> str:
 def load_images(data: Path, name: str) -> tuple[Images, Images]:
     """The training and test parts of "mnist", "fashion-mnist" or "cifar10"."""
     if name == "cifar10":
-        return _cifar(data / name)
+        return _cifar(_cifar_folder(data))
     classes = {"mnist": DIGITS, "fashion-mnist": GARMENTS}
     if name not in classes:
         known = ", ".join(f"'{one}'" for one in [*classes, "cifar10"])
@@ -167,6 +169,13 @@ def _idx(folder: Path, name: str) -> Tensor:
     if raw[:3] != b"\0\0\x08" or body is None or body.numel() != torch.Size(shape).numel():
         raise ReadingError(f"'{folder / name}' is no idx file of bytes, or it was cut off.")
     return body.reshape(shape)
+
+
+def _cifar_folder(data: Path) -> Path:
+    """Where the files are: in a folder of the study's own name, or as the archive unpacks."""
+    own = data / "cifar10"
+    known = (own, own / CIFAR_ARCHIVE, data / CIFAR_ARCHIVE)
+    return next((one for one in known if any(one.glob("test_batch.bin*"))), own)
 
 
 def _cifar(folder: Path) -> tuple[Images, Images]:
