@@ -228,7 +228,7 @@ class HeadReadings:
         """The same, with the damage of leaving out each head whose projection is a parameter."""
         stored = {p.untyped_storage().data_ptr() for p in model.parameters()}
         full, heads = _first_tensor(out), list(self.found)
-        apart = (full - full.flatten(0, -2).mean(0)).norm()
+        apart = (full - full.mean(tuple(range(max(1, full.ndim - 1))))).norm()
         with torch.no_grad(), in_eval_mode(model):
             for at, W in enumerate(self._columns):
                 if W is not None and W.untyped_storage().data_ptr() in stored:

@@ -182,13 +182,13 @@ def fit_paths(
     """
     _require_targets(features, y, prior)
     y = y.double()
-    factors = _Factors.of_prior(prior)
+    factors = _Factors(prior)
     products = _products(features.double(), prior)
     if renormalized:
         _minimize(lambda: action(products, y, prior, *factors.order()), factors.parameters)
     with torch.no_grad():
         u, order = factors.order()
-        K = _summed(products, order[0]) + prior.temperature * torch.eye(len(y)).to(y)
+        K = _tempered(products, order[0], prior)
         least = float(action(products, y, prior, u, order))
         weights = torch.cholesky_solve(y[:, None], torch.linalg.cholesky(K))[:, 0]
     return PathKernel(prior, features.detach(), order[0].detach(), weights, least)
@@ -203,8 +203,7 @@ def action(
     Σ_{l<L} N_l(tr(U_{l+1}⁻¹ tr_{h_l} U_l)/σ² − logdet U_l + H_l logdet U_{l+1})`. Products are
     `C_ππ'`, (paths, paths, samples, samples).
     """
-    K = _summed(products, order[0]) + prior.temperature * torch.eye(len(y)).to(y)
-    L = torch.linalg.cholesky(K)
+    L = torch.linalg.cholesky(_tempered(products, order[0], prior))
     solved = torch.linalg.solve_triangular(L, y[:, None], upper=False)
     total: Tensor = 2 * L.diagonal().log().sum() + solved.square().sum()
     *widths, readout = prior.widths
@@ -214,35 +213,38 @@ def action(
         size = len(above)
         traced = U.view(heads, size, heads, size).diagonal(dim1=0, dim2=2).sum(-1)
         inside = torch.linalg.solve(above, traced).trace() / prior.variance
-        total = total + width * (inside - torch.logdet(U) + heads * torch.logdet(above))
+        total = total + width * (inside - _logdet(U) + heads * _logdet(above))
         above = U
     return total
 
 
 class _Factors:
-    """The order parameters as numbers that may have any value: log u, and Cholesky factors."""
+    """The order parameters as numbers that may have any value, and that hardly bind each other.
 
-    def __init__(self, u: float, orders: Sequence[Tensor]) -> None:
-        self.parameters = [torch.tensor(math.log(u), dtype=torch.float64)]
-        for U in orders:
-            L = torch.linalg.cholesky(U)
-            self.parameters.append(L.tril(-1) + torch.diag(L.diagonal().log()))
+    `U_l = (I ⊗ B_{l+1}) M_l M_lᵀ (I ⊗ B_{l+1})ᵀ` with `U_{l+1} = B_{l+1} B_{l+1}ᵀ`: then the action's
+    terms in the widths are those of each M_l alone. M_l has its diagonal's logarithms.
+    """
+
+    def __init__(self, prior: PathPrior) -> None:
+        """Those of infinitely wide layers: `U_l = σ² (I ⊗ U_{l+1})`."""
+        self._heads = prior.heads
+        half = math.log(prior.variance) / 2
+        sizes = [math.prod(prior.heads[at:]) for at in range(len(prior.heads))]
+        self.parameters = [
+            torch.full((1, 1), 2 * half, dtype=torch.float64),
+            *(half * torch.eye(size, dtype=torch.float64) for size in sizes),
+        ]
         for parameter in self.parameters:
             parameter.requires_grad_()
 
-    @classmethod
-    def of_prior(cls, prior: PathPrior) -> _Factors:
-        """Those of infinitely wide layers: `U_l = σ² (I ⊗ U_{l+1})`."""
-        size, scale, orders = 1, prior.variance, list[Tensor]()
-        for heads in reversed(prior.heads):
-            size, scale = size * heads, scale * prior.variance
-            orders.insert(0, scale * torch.eye(size, dtype=torch.float64))
-        return cls(prior.variance, orders)
-
     def order(self) -> tuple[Tensor, list[Tensor]]:
-        log_u, *factors = self.parameters
-        lower = [P.tril(-1) + torch.diag_embed(P.diagonal().exp()) for P in factors]
-        return log_u.exp(), [L @ L.T for L in lower]
+        log_u, *relative = self.parameters
+        B, found = (log_u / 2).exp(), list[Tensor]()
+        for heads, M in reversed(list(zip(self._heads, relative, strict=True))):
+            lower = M.tril(-1) + torch.diag_embed(M.diagonal().exp())
+            B = torch.kron(torch.eye(heads).to(B), B) @ lower
+            found.insert(0, B @ B.T)
+        return log_u.exp()[0, 0], found
 
 
 def _products(features: Tensor, prior: PathPrior) -> Tensor:
@@ -259,8 +261,18 @@ def _products(features: Tensor, prior: PathPrior) -> Tensor:
     return found
 
 
-def _summed(products: Tensor, U: Tensor) -> Tensor:
-    return torch.einsum("pq,pqnm->nm", U, products)
+def _logdet(U: Tensor) -> Tensor:
+    """Of a positive matrix, also where rounding makes its determinant negative."""
+    found: Tensor = torch.linalg.slogdet(U).logabsdet
+    return found
+
+
+def _tempered(products: Tensor, U: Tensor, prior: PathPrior) -> Tensor:
+    """`K + T`, and what rounding takes from the smallest eigenvalues of a large K."""
+    K = torch.einsum("pq,pqnm->nm", U, products)
+    rounding = len(K) * torch.finfo(K.dtype).eps * K.diagonal().mean()
+    found: Tensor = K + (prior.temperature + rounding) * torch.eye(len(K)).to(K)
+    return found
 
 
 def _minimize(loss: Callable[[], Tensor], parameters: Sequence[Tensor]) -> None:
