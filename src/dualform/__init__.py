@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dualform.diagnose.callable import DiagnosePackage
     from dualform.errors import DualformError, DualformWarning
     from dualform.explore import view
+    from dualform.ledger.repair import Repair, repair
     from dualform.memory import Memory
     from dualform.read import (
         Audit,
@@ -55,6 +56,7 @@ __all__ = [
     "Reading",
     "Recorder",
     "Removal",
+    "Repair",
     "RowContributions",
     "Run",
     "RunPlan",
@@ -67,6 +69,7 @@ __all__ = [
     "open",
     "plan",
     "record",
+    "repair",
     "summaries",
     "view",
 ]
@@ -76,6 +79,7 @@ HOMES = {
     "compaction": ("Compaction", "compact"),
     "errors": ("DualformError", "DualformWarning"),
     "explore": ("view",),
+    "ledger.repair": ("Repair", "repair"),
     "memory": ("Memory",),
     "read": (
         *("Audit", "Explanation", "Influence", "Ranking", "Reading", "Removal"),

@@ -53,8 +53,8 @@ def test_killed_at_random_moments(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 110))
-def test_killed_two_hundred_times(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seed", range(100, 150))
+def test_killed_a_thousand_times(seed: int, tmp_path: Path) -> None:
     crash_loop(tmp_path, kills=20, seed=seed)
 
 

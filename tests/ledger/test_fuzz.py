@@ -13,6 +13,6 @@ def test_random_damage_is_never_silent() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 104))
+@pytest.mark.parametrize("seed", range(100, 107))
 def test_much_random_damage_is_never_silent(seed: int) -> None:
     fuzz(count=1500, seed=seed)

@@ -11,7 +11,7 @@ from dualform.cli.evaluations import evaluate
 from dualform.cli.explorer import demo, report, view
 from dualform.cli.network import explain, influence
 from dualform.cli.planning import plan
-from dualform.cli.runs import audit, info, top
+from dualform.cli.runs import audit, info, repair, top
 from dualform.cli.studies import study
 from dualform.errors import DualformError
 
@@ -23,7 +23,10 @@ def cli(debug: bool) -> None:
     """Every prediction, traced to the training that made it."""
 
 
-VERBS = (plan, demo, info, audit, compact, top, view, report, explain, influence, evaluate, study)
+VERBS = (
+    *(plan, demo, info, audit, compact, repair, top, view, report),
+    *(explain, influence, evaluate, study),
+)
 for verb in VERBS:
     cli.add_command(verb)
 

@@ -1,4 +1,4 @@
-"""Verbs about a run: `info`, `audit`, `top`."""
+"""Verbs about a run: `info`, `repair`, `audit`, `top`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from dualform.cli.options import (
 )
 from dualform.errors import CorruptError, DualformError, ReadingError
 from dualform.ledger import Ledger
+from dualform.ledger.repair import repair as repair_run
 from dualform.read import Run, open_run
 from dualform.read.ask import Question, ask
 
@@ -56,6 +57,22 @@ def info(run: Path, check: bool, as_json: bool) -> None:
         click.echo("Every committed byte is as it was written.")
     if problems:
         raise DualformError(f"{len(problems)} damaged: {' '.join(problems)}")
+
+
+@click.command()
+@run_argument
+@click.option("--to", type=click.Path(path_type=Path), help="Where; RUN.repaired if not said.")
+@as_json
+def repair(run: Path, to: Path | None, as_json: bool) -> None:
+    """Copy what is sound of a damaged run: the steps before the first damaged one.
+
+    The run itself is left as it is.
+    """
+    found = repair_run(run, to)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        click.echo(str(found))
 
 
 @click.command()

@@ -134,8 +134,11 @@ class Summarizing:
         """What audits hold the summaries against; of books all of whose rows become summaries."""
         accounting = Accounting(self.ledger, self.ledger.last_step)
         for book in self.ledger.info.books:
-            own, term = bases.found.get(book.name), next(iter(book.terms.values()))
-            if own is None or (own.outputs is None and not form_named(term.form).has_sides):
+            own = bases.found.get(book.name)
+            if own is None:
+                continue
+            term = next(iter(book.terms.values()))
+            if own.outputs is None and not form_named(term.form).has_sides:
                 continue  # of a table, only some places are looked at
             if not self.reducers.keys() >= book.terms.keys():
                 continue

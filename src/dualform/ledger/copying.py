@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,11 +39,21 @@ class NewShard(NamedTuple):
     streams: Sequence[Declaration]
 
 
-def copy_run(ledger: Ledger, to: Path, rewrite: Callable[[Shard], NewShard] | None = None) -> None:
+def copy_run(
+    ledger: Ledger,
+    to: Path,
+    rewrite: Callable[[Shard], NewShard] | None = None,
+    *,
+    until: int | None = None,
+    without: Collection[Path] = (),
+) -> None:
     """Writes a copy of a run into a folder that is there; `run.json` comes last.
 
     `rewrite` is asked for each shard, log by log; without it, all stay as they are. In what it
     gives, every stream has its keys. Those that are there already are left out again.
+
+    A copy `until` a step has what was recorded up to it, `without` some files that may be missing.
+    It notes no end: recording did not end there.
 
     >>> import tempfile; from dualform.testing import tiny_run
     >>> run, _, _ = tiny_run()
@@ -57,14 +67,23 @@ def copy_run(ledger: Ledger, to: Path, rewrite: Callable[[Shard], NewShard] | No
     last: dict[int, LogWriter] = {}
     for log, commits in ledger.writers():
         assert log.start is not None
+        if until is not None:
+            if int(log.start["step"]) > until:
+                continue
+            commits = [c for c in commits if _begins(c) <= until and c.path not in without]
         rank = int(log.start["rank"])
         before = last[rank].head if rank in last else None
         last[rank] = _copy_log(log, commits, to / log.folder.name, before, rewrite)
     for rank, writer in last.items():
-        if ledger.has_ended(rank):
+        if until is None and ledger.has_ended(rank):
             writer.end()
     _copy(ledger.path / RUN_FILE, to / RUN_FILE)
     sync_folder(to)
+
+
+def _begins(commit: Commit) -> int:
+    """The first step that a file speaks of."""
+    return commit.first if isinstance(commit, Shard) else commit.step
 
 
 def _copy_log(

@@ -232,7 +232,7 @@ class Ledger:
         return CorruptError(
             f"the run '{self.path}' is damaged: {self.damage[0][1].removesuffix('.')}{others}. "
             f"Restore it from a copy; what is left of it, {self.last_step:,} steps, is read by "
-            "dualform.open(path, damaged=True)."
+            "dualform.open(path, damaged=True), and copied by `dualform repair`."
         )
 
     def check(self) -> Iterator[Damage]:
