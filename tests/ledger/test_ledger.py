@@ -9,7 +9,7 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -359,3 +359,35 @@ def test_blocks_that_do_not_fit_together_become_two_shards(tmp_path: Path) -> No
         (2, 2),
         (1, 5),
     ]
+
+
+def test_a_folder_that_cannot_be_written(small_disk: Path, tmp_path: Path) -> None:
+    """It is read as any other; what would write says so, and repairs go elsewhere."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = small_disk / "run"
+    with dualform.record(model, optimizer, path) as recorder:
+        for _ in range(4):
+            model(torch.randn(3, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.checkpoint()
+    damaged = shutil.copytree(path, small_disk / "damaged")
+    next(damaged.glob("writer-*/00000003.safetensors")).write_bytes(b"")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    run = dualform.open(path)
+    assert run.check() == []
+    assert run.audit().remainder <= 1e-6
+    refused: list[Callable[[], object]] = [
+        lambda: dualform.record(model, optimizer, path, resume=True).__enter__(),
+        lambda: dualform.record(model, optimizer, small_disk / "new").__enter__(),
+        lambda: dualform.compact(path, keep="half"),
+        lambda: dualform.repair(damaged),
+    ]
+    for action in refused:
+        with pytest.raises(LedgerError, match="Read-only file system"):
+            action()
+    found = dualform.repair(damaged, tmp_path / "sound")
+    assert found.to is not None
+    assert found.steps == dualform.open(found.to).steps == 1

@@ -106,6 +106,11 @@ def _copy(ledger: Ledger, to: Path, steps: int, damaged: set[Path]) -> None:
             f"'{to}' exists already; move it away, or name another path for the repaired run "
             "(`dualform repair RUN --to PATH`)."
         ) from None
+    except OSError as error:
+        raise LedgerError(
+            f"cannot make '{to}': {error.strerror}; name another path for the repaired run "
+            "(`dualform repair RUN --to PATH`)."
+        ) from error
     try:
         copy_run(ledger, to, until=steps, without=damaged)
         found = Ledger(to)

@@ -368,6 +368,11 @@ def _lock(path: Path, rank: int) -> FileLock:
         raise RunLockedError(
             f"another process is recording into '{path}'{by}; wait for it or choose another path."
         ) from None
+    except OSError as error:
+        raise LedgerError(
+            f"cannot write to '{path}': {error.strerror}; choose another path, or mount its disk "
+            "so that it can be written."
+        ) from error
     return lock
 
 
