@@ -195,7 +195,10 @@ def run_pass(
 ) -> None:
     """A forward and a backward pass of these samples, whose losses have this weight."""
     if recorder is not None and loop.ids is not None:
-        recorder.samples([loop.ids(at) for at in own])
+        ids = [loop.ids(at) for at in own]
+        recorder.samples(ids)
+        if own and isinstance(ids[0], str):
+            recorder.describe(ids, labels=[at % 3 for at in own])
     logits = called(data[list(own)])
     wanted = torch.tensor(own, dtype=torch.int64) % 3
     (weight * nn.functional.cross_entropy(logits, wanted, reduction="sum")).backward()

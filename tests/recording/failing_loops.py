@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -36,7 +37,10 @@ def go_on(
         optimizer.load_state_dict(state["optimizer"])
         begun = state["step"]
     called = DistributedDataParallel(model) if of > 1 else model
-    given = {"resume": begun > 0, "processes": of, "strict": True}
+    resume = (folder / "run").exists()
+    if of > 1:
+        dist.barrier()  # before one of them makes it
+    given = {"resume": resume, "processes": of, "strict": True}
     with dualform.record(called, optimizer, folder / "run", **given) as recorder:
         assert recorder.step == begun
         for step in range(begun, until):
@@ -60,6 +64,13 @@ def killed_1_at_5(rank: int, of: int, folder: Path) -> None:
 
 def killed_0_at_7(rank: int, of: int, folder: Path) -> None:
     go_on(rank, of, folder, STEPS, (0, 7))
+
+
+def killed_as_said(rank: int, of: int, folder: Path) -> None:
+    """A file says who dies, and before which step; nobody, where there is none."""
+    said = folder / "killed"
+    victim = tuple(json.loads(said.read_text())) if said.exists() else None
+    go_on(rank, of, folder, STEPS, victim)
 
 
 def to_the_end(rank: int, of: int, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from tests.recording.distributed_loops import BATCH, FOUR, LOOPS, STEPS, start, train, train_all
+from tests.recording.failing_loops import STEPS as STEPS_OF_VICTIMS
 from tests.recording.failing_loops import (
     fail_save_and_leave,
     killed_0_at_7,
     killed_1_at_5,
+    killed_as_said,
     to_the_end,
 )
 from tests.recording.refused_loops import refuse_all
@@ -69,6 +72,7 @@ def check_equal(name: str, together: Path, alone: Path) -> None:
     if loop.ids is None:
         assert sorted(two.ids) == list(range(STEPS * BATCH))
         return
+    assert two.samples.labels == one.samples.labels
     answers = []
     for run in (one, two):
         model.load_state_dict(run.state_dict())
@@ -109,6 +113,25 @@ def test_a_killed_process_leaves_a_run_that_any_number_goes_on_with(tmp_path: Pa
         answers.append(each.explain(model, data[:2], target=0))
     at = [answers[1].ids.index(sample) for sample in answers[0].ids]
     np.testing.assert_allclose(answers[1].values[at], answers[0].values, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("step", range(STEPS_OF_VICTIMS))
+def test_any_process_may_be_killed_at_any_time(rank: int, step: int, tmp_path: Path) -> None:
+    """Before each step; what was committed is what both have committed at the last checkpoint."""
+    (tmp_path / "killed").write_text(json.dumps([rank, step]))
+    for process in begun(killed_as_said, 2, tmp_path):
+        process.join()
+    readable = 3 * (step // 3)
+    assert dualform.open(tmp_path / "run").steps == readable
+    for left in (tmp_path / "killed", *tmp_path.glob("problem-*")):
+        left.unlink()
+    trained_by(2, killed_as_said, tmp_path)
+    run = dualform.open(tmp_path / "run")
+    assert run.steps == STEPS_OF_VICTIMS
+    assert list(run.source.ledger.check()) == []
+    assert run.audit().remainder <= 1e-12
 
 
 def test_training_goes_on_whatever_becomes_of_a_recording(tmp_path: Path) -> None:

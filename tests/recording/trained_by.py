@@ -20,8 +20,10 @@ Task: TypeAlias = Callable[[int, int, Path], None]
 def begun(task: Task, of: int, folder: Path) -> list[BaseProcess]:
     """So many processes that do the task."""
     folder.mkdir(parents=True, exist_ok=True)
+    meeting = folder / f"meeting-{len(list(folder.glob('meeting-*')))}"
     processes = [
-        SERVER.Process(target=_connected, args=(task, rank, of, folder)) for rank in range(of)
+        SERVER.Process(target=_connected, args=(task, rank, of, folder, meeting))
+        for rank in range(of)
     ]
     for process in processes:
         process.start()
@@ -38,9 +40,8 @@ def trained_by(of: int, task: Task, folder: Path) -> None:
     assert [process.exitcode for process in processes] == [0] * of
 
 
-def _connected(task: Task, rank: int, of: int, folder: Path) -> None:
+def _connected(task: Task, rank: int, of: int, folder: Path, meeting: Path) -> None:
     torch.set_num_threads(1)
-    meeting = folder / f"meeting-{task.__name__}-{of}"
     dist.init_process_group(
         "gloo", f"file://{meeting}", timedelta(seconds=60), world_size=of, rank=rank
     )
