@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "attention": {"memory", "families"},
     "diagnose": {"memory", "attention", "read"},
     "integrations": {"recording"},
-    "explore": {"read", "ledger"},
+    "explore": {"read", "ledger", "diagnose"},
     "evaluate": {"read"},
     "testing": {"memory", "layers", "optimizers", "ledger", "recording", "read"},
     "studies": EVERYTHING,

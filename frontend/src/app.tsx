@@ -16,6 +16,7 @@ import { count } from "./numbers.ts"
 import { Header } from "./parts/Header.tsx"
 import { Tray } from "./parts/Tray.tsx"
 import { Failed } from "./parts/Waiting.tsx"
+import { AttentionPage } from "./pages/AttentionPage.tsx"
 import { BooksPage } from "./pages/BooksPage.tsx"
 import { ComparePage } from "./pages/ComparePage.tsx"
 import { QueryPage } from "./pages/QueryPage.tsx"
@@ -138,6 +139,7 @@ function CurrentPage() {
   if (state.page === "compare") return <ComparePage />
   if (state.page === "suspects") return <SuspectsPage />
   if (state.page === "books") return <BooksPage />
+  if (state.page === "attention") return <AttentionPage />
   if (state.page === "sample" && state.sample !== null) return <SamplePage id={state.sample} />
   return <QueryPage />
 }

@@ -1,5 +1,36 @@
 // Made from src/dualform/explore/contract.py by `make format`: change it there.
 
+/** One head over training. */
+export interface HeadCourse {
+  head: number
+  /** The size of what it adds, relative to what its layer gives, at each step. */
+  share: (number | null)[]
+  /** The head of the layer that attends most as it does, at the last step. */
+  twin: number | null
+  /** How much its attention overlaps with that of the head most like it: 1 where alike. */
+  overlap: (number | null)[]
+}
+
+/** One block over training. */
+export interface BlockCourse {
+  name: string
+  /** μ/‖X‖ after it, at each step: 0 where all tokens are one. */
+  relative: (number | null)[]
+  /** Dobrushin's coefficient of its attention. */
+  contraction: (number | null)[]
+  heads: HeadCourse[]
+}
+
+/** GET attention */
+export interface AttentionView {
+  /** Those that were looked at; the last is the one that is read. */
+  steps: number[]
+  /** On how many queries the model was called. */
+  queries: number
+  findings: string[]
+  blocks: BlockCourse[]
+}
+
 export type Id = number | string
 
 export type Label = number | string
@@ -84,6 +115,8 @@ export interface RunView {
   runs: number
   /** A report: only what it carries can be asked. */
   carried: boolean
+  /** Whether the model has attention to look at. */
+  attention: boolean
   steps: number
   samples: number
   bytes: number
@@ -345,6 +378,7 @@ export interface Views {
   suspects: SuspectsView
   subtract: SubtractView
   books: BooksView
+  attention: AttentionView
 }
 
 /** An answer, and what further answers are made of. */
@@ -357,6 +391,7 @@ export interface CarriedAnswer extends AnswerView {
 export interface ReportData {
   run: RunView
   books: BooksView
+  attention: AttentionView | null
   ids: Id[]
   /** Of every sample, in the order of the ids: base64 of little-endian float32. */
   suspicion: string

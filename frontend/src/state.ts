@@ -2,7 +2,7 @@
 import type { Ask, SideName } from "./contract.ts"
 import type { Params } from "./source/source.ts"
 
-export type Page = "query" | "sample" | "suspects" | "books" | "compare"
+export type Page = "query" | "sample" | "suspects" | "books" | "compare" | "attention"
 export type Theme = "auto" | "light" | "dark"
 /** A comparison has two panes; other pages have the first. */
 export type Which = "asked" | "other"
@@ -41,7 +41,7 @@ export interface State {
   theme: Theme
 }
 
-const PAGES: readonly Page[] = ["query", "sample", "suspects", "books", "compare"]
+const PAGES: readonly Page[] = ["query", "sample", "suspects", "books", "compare", "attention"]
 const ASKS: readonly Ask[] = ["layer", "network", "removed", "keys"]
 const THEMES: readonly Theme[] = ["auto", "light", "dark"]
 const PANES: readonly Which[] = ["asked", "other"]

@@ -365,7 +365,7 @@ def test_wrong_queries_only(digits: Exhibit) -> None:
         ("evidence", {"query": "0", "side": "both"}, "side='both'; there are for, against."),
         ("acts", {"query": "0", "id": "many"}, "sample 'many' is not in this run"),
         ("subtract", {"query": "0"}, "0 values of 'id'; give 1 to 10,000."),
-        ("nothing", {}, "there is no view 'nothing'; there are acts, answer, books"),
+        ("nothing", {}, "there is no view 'nothing'; there are acts, answer, attention, books"),
     ],
 )
 def test_wrong_questions_say_what_is_expected(

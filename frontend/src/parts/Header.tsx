@@ -7,6 +7,7 @@ const PAGES: [Page, string][] = [
   ["query", "Predictions"],
   ["suspects", "Suspects"],
   ["compare", "Compare"],
+  ["attention", "Attention"],
   ["books", "Books"],
 ]
 const NEXT: Record<Theme, Theme> = { auto: "dark", dark: "light", light: "auto" }
@@ -24,7 +25,7 @@ export function Header() {
         <span>dualform</span> <b data-testid="run">{run?.name}</b>
       </p>
       <nav aria-label="Pages">
-        {PAGES.map(([page, title]) => (
+        {PAGES.filter(([page]) => page !== "attention" || run?.attention).map(([page, title]) => (
           <Go
             to={{
               page,

@@ -2,6 +2,7 @@
 import type {
   ActsView,
   AnswerView,
+  AttentionView,
   CarriedAnswer,
   EvidenceCard,
   EvidenceView,
@@ -53,6 +54,7 @@ export class ReportSource implements Source {
   private readonly getters: Getters = {
     run: () => this.carried.run,
     books: () => this.carried.books,
+    attention: () => this.attention(),
     suspects: (params) => this.suspects(params),
     queries: (params) => this.queries(params),
     answer: (params) => this.answer(params),
@@ -96,6 +98,11 @@ export class ReportSource implements Source {
       return (!params.wrong || right === false) && words.includes(word)
     })
     return { total: found.length, queries: page(found, params) }
+  }
+
+  private attention(): AttentionView {
+    if (this.carried.attention) return this.carried.attention
+    throw new Refusal("There is no attention to look at: the report has no transformer in it.")
   }
 
   private suspects(params: Params): SuspectsView {

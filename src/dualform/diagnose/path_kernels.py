@@ -221,8 +221,8 @@ def action(
 class _Factors:
     """The order parameters as numbers that may have any value, and that hardly bind each other.
 
-    `U_l = (I ⊗ B_{l+1}) M_l M_lᵀ (I ⊗ B_{l+1})ᵀ` with `U_{l+1} = B_{l+1} B_{l+1}ᵀ`: then the action's
-    terms in the widths are those of each M_l alone. M_l has its diagonal's logarithms.
+    `U_l = (I ⊗ B_{l+1}) M_l M_lᵀ (I ⊗ B_{l+1})ᵀ` with `U_{l+1} = B_{l+1} B_{l+1}ᵀ`: then the terms
+    of the action in the widths are those of each M_l alone. M_l has its diagonal's logarithms.
     """
 
     def __init__(self, prior: PathPrior) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias, TypedDict
 
+from dualform.explore.attention_contract import AttentionView
+
 Id: TypeAlias = int | str
 Label: TypeAlias = int | str
 Ask: TypeAlias = Literal["layer", "network", "removed", "keys"]
@@ -101,6 +103,8 @@ class RunView(TypedDict):
     runs: int
     carried: bool
     """A report: only what it carries can be asked."""
+    attention: bool
+    """Whether the model has attention to look at."""
     steps: int
     samples: int
     bytes: int
@@ -388,3 +392,4 @@ class Views(TypedDict):
     suspects: SuspectsView
     subtract: SubtractView
     books: BooksView
+    attention: AttentionView

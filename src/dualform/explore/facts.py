@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dualform.explore.attention import has_attention
 from dualform.explore.cards import LONGEST_NAME, plain_label, shorten
 from dualform.explore.contract import Ask, QuestionCard, RunView
 from dualform.explore.exhibit import Exhibit
@@ -61,6 +62,7 @@ def run_facts(exhibit: Exhibit) -> RunView:
         "name": run.path.resolve().name,
         "runs": 1,
         "carried": False,
+        "attention": has_attention(exhibit),
         "steps": run.steps,
         "samples": len(run.ids),
         "bytes": run.nbytes,

@@ -11,6 +11,8 @@ from typing import Any, cast
 import numpy as np
 
 from dualform.errors import ReadingError
+from dualform.explore.attention import has_attention
+from dualform.explore.attention_contract import AttentionView
 from dualform.explore.cards import plain_label, sample_cards
 from dualform.explore.contract import (
     BooksView,
@@ -108,6 +110,7 @@ class ReportContent:
                 "run": cast(RunView, view("run", {}))
                 | {"carried": True, "queries": len(self._queries)},
                 "books": cast(BooksView, view("books", {})),
+                "attention": self._attention(),
                 "ids": ids,
                 "suspicion": _packed(self._explorer.suspicion),
                 "columns": {
@@ -122,6 +125,12 @@ class ReportContent:
             }
             progress.advance(1)
         return data
+
+    def _attention(self) -> AttentionView | None:
+        """Where the model has attention."""
+        if not has_attention(self._explorer.exhibit):
+            return None
+        return cast(AttentionView, self._explorer.view("attention", {}))
 
     def _questions(self) -> Iterator[tuple[str, str, str | None, int]]:
         """Every question to every query, by rank of output; first what people ask first.

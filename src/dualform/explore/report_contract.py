@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from dualform.explore.attention_contract import AttentionView
 from dualform.explore.contract import (
     AnswerView,
     BooksView,
@@ -29,6 +30,7 @@ class ReportData(TypedDict):
 
     run: RunView
     books: BooksView
+    attention: AttentionView | None
     ids: list[Id]
     suspicion: str
     """Of every sample, in the order of the ids: base64 of little-endian float32."""

@@ -12,7 +12,8 @@ import ast
 import sys
 from pathlib import Path
 
-CONTRACT = [Path(__file__).with_name(name) for name in ("contract.py", "report_contract.py")]
+PARTS = ("attention_contract.py", "contract.py", "report_contract.py")
+CONTRACT = [Path(__file__).with_name(name) for name in PARTS]
 BEGIN = "// Made from src/dualform/explore/contract.py by `make format`: change it there."
 PLAIN = {"int": "number", "float": "number", "str": "string", "bool": "boolean", "None": "null"}
 

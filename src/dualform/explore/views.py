@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualform.errors import ReadingError
+from dualform.explore.attention import attention_view
+from dualform.explore.attention_contract import AttentionView
 from dualform.explore.cache import ResultCache
 from dualform.explore.cards import sample_cards, shorten
 from dualform.explore.contract import (
@@ -63,7 +65,7 @@ class Explorer:
     ['by_step', 'evidence', 'initial', 'remainder', 'total']
     >>> explorer.view("anwser", {})
     Traceback (most recent call last):
-    dualform.errors.ReadingError: there is no view 'anwser'; there are acts, answer, books, ...
+    dualform.errors.ReadingError: there is no view 'anwser'; there are acts, answer, ...
     """
 
     def __init__(self, exhibit: Exhibit) -> None:
@@ -72,6 +74,7 @@ class Explorer:
         self._views: dict[str, Callable[[Parameters], Any]] = {
             "acts": self._acts,
             "answer": self._answer,
+            "attention": self._attention,
             "books": self._books,
             "evidence": self._evidence,
             "highlights": self._highlights,
@@ -133,6 +136,10 @@ class Explorer:
 
     def _books(self, asked: Parameters) -> BooksView:
         found: BooksView = self._cache.get("books", lambda: self.run.audit().to_dict())
+        return found
+
+    def _attention(self, asked: Parameters) -> AttentionView:
+        found: AttentionView = self._cache.get("attention", lambda: attention_view(self.exhibit))
         return found
 
     def _queries(self, asked: Parameters) -> QueriesView:
