@@ -149,6 +149,11 @@ add_study(
     EPOCHS,
 )
 add_study("collapse", "Which masks, norms and widths let tokens become alike?")
+add_study(
+    "paths",
+    "What do attention paths tell of tasks and heads?",
+    sizes=("small", "tiny", "paper"),
+)
 add_study("fixed-point", "Does iterated attention converge, and to a Gaussian?", needs_data=False)
 add_study(
     "hypernetwork",
