@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 
 import dualform
+from dualform.cli import cli
 from dualform.diagnose import Diagnosis, OverTraining, heads, over_training, paths
 from dualform.diagnose.heads import AttentionHead, Heads
 from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.read import Run
-from dualform.testing import tiny_attention_run
+from dualform.testing import tiny_attention_run, tiny_run
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +85,33 @@ def test_steps_and_models_of_other_runs_are_refused(
     block = nn.TransformerEncoderLayer(4, 2, 16, batch_first=True)
     with pytest.raises(ModelMismatchError, match="this is not the recorded model: size mismatch"):
         over_training(run, nn.TransformerEncoder(block, 2, enable_nested_tensor=False), x)
+
+
+def test_the_command_line(
+    recorded: tuple[Run, nn.Module, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _, x = recorded
+    monkeypatch.chdir(tmp_path)
+    Path("attends.py").write_text(
+        "import torch\ndef model():\n"
+        "    block = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)\n"
+        "    return torch.nn.TransformerEncoder(block, 2, enable_nested_tensor=False)\n"
+    )
+    np.save("x.npy", x.numpy())
+    asked = ["diagnose", str(run.path), "--model", "attends:model", "--input", "x.npy"]
+    plain = CliRunner().invoke(cli, asked, catch_exceptions=False)
+    assert "what the model does" in plain.output
+    told = CliRunner().invoke(cli, [*asked, "--json", "--ablate"], catch_exceptions=False)
+    answer = json.loads(told.output)
+    assert [one["step"] for one in answer["heads"]] == [6] * 4
+    assert all(one["damage"] > 0 for one in answer["heads"])
+    course = CliRunner().invoke(cli, [*asked, "--step", "0", "--step", "6"], catch_exceptions=False)
+    assert "the model over training" in course.output
+    other, _, _ = tiny_run()
+    Path("plain.py").write_text(
+        "from torch import nn\ndef model():\n"
+        "    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))\n"
+    )
+    np.save("y.npy", np.ones((2, 4), "float32"))
+    asked = ["diagnose", str(other.path), "--model", "plain:model", "--input", "y.npy"]
+    assert "no self-attention was seen" in str(CliRunner().invoke(cli, asked).exception)

@@ -9,6 +9,7 @@ import click
 from dualform.cli.compaction import compact
 from dualform.cli.evaluations import evaluate
 from dualform.cli.explorer import demo, report, view
+from dualform.cli.instruments import diagnose
 from dualform.cli.network import explain, influence
 from dualform.cli.planning import plan
 from dualform.cli.runs import audit, info, repair, top
@@ -25,7 +26,7 @@ def cli(debug: bool) -> None:
 
 VERBS = (
     *(plan, demo, info, audit, compact, repair, top, view, report),
-    *(explain, influence, evaluate, study),
+    *(explain, influence, diagnose, evaluate, study),
 )
 for verb in VERBS:
     cli.add_command(verb)
