@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ledger.damaging import INFO, flip, logs, record
+from tests.ledger.fuzz import record_run
 
 import dualform
 from dualform.errors import CorruptError, DualformError
@@ -43,6 +44,22 @@ def assert_refused(path: Path, damaged: Path) -> None:
     assert damaged in [file for file, _ in left.check()]
     steps = left.column("fc/keys")[::2].flatten().tolist()
     assert steps == list(range(1, left.last_step + 1))
+
+
+@pytest.mark.parametrize("count", [-1e30, 1e30, float("nan")])
+def test_a_count_of_steps_that_cannot_be_is_refused(tmp_path: Path, count: float) -> None:
+    """It would be an exponent, and overflow."""
+    path = tmp_path / "run"
+    record_run(path)
+    ledger = Ledger(path)
+    kept = ledger.kept(3)
+    at = kept.arrays["state:step:0.one.weight"]
+    data = bytearray(kept.path.read_bytes())
+    data[at.offset : at.offset + 4] = struct.pack("<f", count)
+    kept.path.write_bytes(data)
+    run = dualform.open(path)
+    with pytest.raises(CorruptError, match=r"had step = .* of '0.one.weight'; restore the file"):
+        run.audit()
 
 
 anywhere = st.integers(0, 10_000)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dualform.errors import CorruptError
 from dualform.ledger import Book, Ledger, Shard
 from dualform.ledger.format import BUFFER, STATE
 from dualform.ledger.reader import divisor_steps, values_by_step
@@ -39,6 +40,8 @@ from dualform.optimizers import (
 from dualform.read.engine import RowReader
 from dualform.read.step_gradients import is_rounded, rounded_gradients, step_gradients
 
+COUNTS, MOST = {"step": 0, "every": 1}, 1e15
+"""The least that what an optimizer counts can be, and the most."""
 SPAN_BYTES = 256 << 20
 """How much the transitions of one span may take, unless a span of √T steps takes more."""
 DAMPING = 0.1
@@ -213,6 +216,12 @@ def kept_moment(reader: RowReader, rule: StateRule, book: Book, step: int) -> Mo
     kept = file.read_all([name, *known])
     wide = {entry: array.to(reader.device, torch.float64) for entry, array in kept.items()}
     state = {part: wide[entry] for part, entry in entries.items() if entry in wide}
+    for part in COUNTS.keys() & state.keys():
+        if not COUNTS[part] <= float(state[part]) <= MOST:
+            raise CorruptError(
+                f"'{file.path}' says that the optimizer had {part} = {float(state[part])} of "
+                f"'{name}'; restore the file from a copy of the run."
+            )
     return Moment(wide[name], wide.get(BUFFER + name, torch.zeros_like(wide[name])), state)
 
 
