@@ -127,6 +127,8 @@ export interface RunView {
   labels: LabelCount[]
   /** Labels are numbers of outputs. */
   classes: boolean
+  /** What the model's outputs, and so those of the last layer, are called; empty if not known. */
+  names: string[]
   questions: QuestionCard[]
   queries: number
   /** What may be drawn, uploaded or typed. */

@@ -134,7 +134,7 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> Exhibit:
             optimizer.step()
             optimizer.zero_grad()
     queries = [Query(text, None, Preview("text", text)) for text in texts[30:]]
-    return Exhibit(dualform.open(path), model.eval(), tokens[30:, :-1], queries, encode)
+    return Exhibit(dualform.open(path), model.eval(), tokens[30:, :-1], queries, encode, WORDS)
 
 
 @pytest.fixture(scope="session")

@@ -333,6 +333,10 @@ def test_long_lists_and_labels_have_their_place(
         inside = "end(card.querySelector('.amount')) <= end(card) + 0.5"
         read = f"all => {{ {ends}; return all.map((card) => {inside}) }}"
         assert set(visit.page.locator(".card").evaluate_all(read)) == {True}
+        bounds = "const at = (one, name) => one.querySelector(name).getBoundingClientRect()"
+        above = "at(card, '.label').bottom <= at(card, '.tick').top + 4"
+        read = f"all => {{ {bounds}; return all.map((card) => {above}) }}"
+        assert set(visit.page.locator(".card").evaluate_all(read)) == {True}
 
 
 @pytest.fixture(scope="module")

@@ -364,7 +364,10 @@ def test_runs_stay_for_the_explorer(
     text = str(np.load(out / "fables.npz")["texts"][0])
     answer = explorer.view("answer", {"query": "0", "ask": "layer", "layer": "head"})
     assert answer["tokens"] == list(text)
-    assert answer["query"]["title"].startswith("test prompt 0, foretells ")
+    assert answer["query"]["title"].startswith("test prompt 0, foretells '")
+    assert answer["asked"].startswith("output '")
+    names = explorer.view("run", {})["names"]
+    assert names[:2] == ["⏎", "␣"]
     best = str(answer["sides"]["for"]["samples"][0]["id"])
     asked = {"query": "0", "ask": "layer", "layer": "head", "id": best}
     shown = explorer.view("highlights", asked)["samples"][best]

@@ -2,6 +2,7 @@ import type { EffectCard, SampleView } from "../contract.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
 import { toQuery, wholly } from "../moves.ts"
+import { nameOf } from "../names.ts"
 import { count, Scale } from "../numbers.ts"
 import { Amount, Bar, Figure } from "../parts/Amount.tsx"
 import { Tick } from "../parts/Card.tsx"
@@ -102,7 +103,7 @@ function Effects({ title, effects, of, testid }: EffectsProps) {
 }
 
 function OneEffect({ effect, scale }: { effect: EffectCard; scale: Scale }) {
-  const { asked, source } = usePane()
+  const { asked, run, source } = usePane()
   const { state } = useExplorer()
   const { query, output, value } = effect
   const target = {
@@ -116,7 +117,7 @@ function OneEffect({ effect, scale }: { effect: EffectCard; scale: Scale }) {
       <Picture preview={query.preview} />
       <span class="name">
         {query.title}
-        <span class="small"> output {output}</span>
+        <span class="small"> output {nameOf(run, null, output)}</span>
       </span>
       <Bar share={scale.share(value)} both={false} />
       <Amount value={value} scale={scale} />

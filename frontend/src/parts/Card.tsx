@@ -7,6 +7,9 @@ import { brief, sampleName } from "../words.ts"
 import { Amount, Bar } from "./Amount.tsx"
 import { Highlighted } from "./Picture.tsx"
 
+/** Labels of more letters have a line of their own, above the box and the amount. */
+const BESIDE = 3
+
 interface Props {
   evidence: EvidenceCard
   scale: Scale
@@ -45,7 +48,14 @@ export function Card({ evidence, scale, row = false }: Props) {
               Sample {brief(id)}
             </span>
           )}
-          {label !== null && <span class="label">{String(label)}</span>}
+          {label !== null && (
+            <span
+              class={String(label).length > BESIDE ? "label long" : "label"}
+              title={String(label)}
+            >
+              {String(label)}
+            </span>
+          )}
           <Amount value={value} scale={scale} />
         </span>
         <Bar share={scale.share(value)} both={false} />

@@ -3,6 +3,7 @@ import type { AnswerView, LayerFacts, LayersView } from "../contract.ts"
 import { usePane } from "../context.ts"
 import { type Loaded, useGet } from "../load.ts"
 import { suits, toLayer } from "../moves.ts"
+import { nameOf } from "../names.ts"
 import { count, Scale } from "../numbers.ts"
 import { type Asked, paramsOf } from "../state.ts"
 import { Amount, Bar } from "./Amount.tsx"
@@ -20,6 +21,8 @@ export function Layers({ answer }: { answer: AnswerView }) {
   const params = { query: asked.query, output: ofModel ? asked.output : null, place }
   const asks = whole?.available && suits(asked.query, "network")
   const loaded = useGet(source, asks ? "layers" : null, params)
+  const named = (output: number) => nameOf(run, null, output)
+  const restricted = asked.span !== null || !!asked.label
   const shares = new Map(loaded.value?.shares.map((share) => [share.layer, share.value]))
   const scale = new Scale(shares.values())
   const inside = asked.ask === "layer" || asked.ask === "keys"
@@ -61,7 +64,7 @@ export function Layers({ answer }: { answer: AnswerView }) {
       </div>
       {!run.carried && <Waiting of={loaded} doing="Asking every layer" />}
       <p class="small">
-        <Words text={loaded.busy ? "" : explained(loaded, asked.span !== null || !!asked.label)} />
+        <Words text={loaded.busy ? "" : explained(loaded, restricted, named)} />
       </p>
     </Section>
   )
@@ -76,7 +79,11 @@ function uncover(list: HTMLElement | null): void {
   if (below || top < list.scrollTop) list.scrollTop = top - list.clientHeight / 2
 }
 
-function explained({ value, failed }: Loaded<LayersView>, restricted: boolean): string {
+function explained(
+  { value, failed }: Loaded<LayersView>,
+  restricted: boolean,
+  named: (output: number) => string,
+): string {
   const enter = "Choose a layer to look inside it."
   if (failed !== null) return `${failed} ${enter}`
   if (!value) return enter
@@ -84,7 +91,7 @@ function explained({ value, failed }: Loaded<LayersView>, restricted: boolean): 
   const byStep = value.by_step
     ? ` What belongs to no sample adds ${value.by_step.toPrecision(3)}.`
     : ""
-  return `What the training of each layer adds to output ${value.output} of the whole network${all}.${byStep} ${enter}`
+  return `What the training of each layer adds to output ${named(value.output)} of the whole network${all}.${byStep} ${enter}`
 }
 
 /** What is asked inside a layer: at the same position, if it has as many. */

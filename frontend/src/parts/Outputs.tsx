@@ -1,5 +1,6 @@
 import type { AnswerView } from "../contract.ts"
 import { usePane } from "../context.ts"
+import { nameOf } from "../names.ts"
 import { Scale } from "../numbers.ts"
 import { paramsOf } from "../state.ts"
 import { Amount, Bar } from "./Amount.tsx"
@@ -12,7 +13,9 @@ export function Outputs({ answer }: { answer: AnswerView }) {
   const last = run.layers.at(-1)?.name
   const carried = (output: number) => source.carries("answer", paramsOf({ ...asked, output }))
   const missing = answer.outputs.some(({ output }) => !carried(output))
-  const named = run.classes && (answer.layer === null || answer.layer === last)
+  const ofModel = answer.layer === null || answer.layer === last
+  const label = answer.query.label === null ? null : String(answer.query.label)
+  const called = (output: number) => (run.classes ? String(output) : run.names[output])
   return (
     <div
       class="outputs"
@@ -27,14 +30,13 @@ export function Outputs({ answer }: { answer: AnswerView }) {
           class="output"
           aria-pressed={output === (asked.output ?? answer.output)}
           disabled={!carried(output)}
+          title={`Output ${output}`}
           onClick={() => ask({ ...asked, output })}
           data-testid={`output-${output}`}
         >
           <span class="name">
-            {output}
-            {named &&
-              answer.query.label !== null &&
-              String(answer.query.label) === String(output) && <span class="tag">label</span>}
+            {nameOf(run, answer.layer, output)}
+            {ofModel && label === called(output) && <span class="tag">label</span>}
           </span>
           <Bar share={scale.share(value)} />
           <Amount value={value} scale={scale} plain />

@@ -1,5 +1,6 @@
 import type { AnswerView } from "../contract.ts"
 import { usePane } from "../context.ts"
+import { nameOf } from "../names.ts"
 import { paramsOf } from "../state.ts"
 import { Stage } from "./Stage.tsx"
 
@@ -25,10 +26,11 @@ export function QueryFigure({ answer }: { answer: AnswerView }) {
 }
 
 export function Verdict({ answer }: { answer: AnswerView }) {
+  const { run } = usePane()
   const { label, predicted, right } = answer.query
   return (
     <p class="verdict" data-testid="verdict">
-      {predicted !== null && <>Predicted {predicted}. </>}
+      {predicted !== null && <>Predicted {nameOf(run, null, predicted)}. </>}
       {label !== null && <>Labeled {String(label)}. </>}
       {right !== null && (
         <span class={right ? "right" : "wrong"}>{right ? "✓ right" : "✗ wrong"}</span>

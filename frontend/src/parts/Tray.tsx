@@ -2,6 +2,7 @@ import { useState } from "preact/hooks"
 import type { QuestionCard, SubtractView } from "../contract.ts"
 import { useExplorer, usePane } from "../context.ts"
 import { useGet } from "../load.ts"
+import { nameOf } from "../names.ts"
 import { Scale } from "../numbers.ts"
 import { plural } from "../words.ts"
 import { Amount, Bar } from "./Amount.tsx"
@@ -17,6 +18,7 @@ export function Tray() {
   const estimate = estimated || ask === "removed" ? 1 : null
   const params = { query, ask, layer, output, id: state.ticked, estimate }
   const loaded = useGet(source, wanted, params)
+  const named = (of: number) => nameOf(run, ask === "layer" || ask === "keys" ? layer : null, of)
   if (!wanted) return null
   const link = source.link("subtract", params)
   return (
@@ -24,11 +26,13 @@ export function Tray() {
       <div class="inside">
         <p class="headline">
           Without {plural(state.ticked.length, "ticked sample")}
-          {loaded.value && <Change subtraction={loaded.value} />}
+          {loaded.value && <Change subtraction={loaded.value} named={named} />}
         </p>
         <Waiting of={loaded} doing="Taking the ticked samples away" />
         {loaded.value && <Kind subtraction={loaded.value} />}
-        {loaded.value && loaded.value.after.length > 1 && <Others subtraction={loaded.value} />}
+        {loaded.value && loaded.value.after.length > 1 && (
+          <Others subtraction={loaded.value} named={named} />
+        )}
         <p class="links">
           {loaded.value?.asked.retrained === null && run.questions.some(canEstimate) && (
             <button
@@ -70,12 +74,15 @@ function canEstimate({ ask, available }: QuestionCard): boolean {
   return ask === "removed" && available
 }
 
-function Change({ subtraction }: { subtraction: SubtractView }) {
+type Named = { subtraction: SubtractView; named: (output: number) => string }
+
+function Change({ subtraction, named }: Named) {
   const { output, before, after, retrained } = subtraction.asked
   const scale = new Scale([before, after, retrained ?? 0], 4)
   return (
     <span role="status">
-      : output {output} goes from <Amount plain value={before} scale={scale} testid="before" /> to{" "}
+      : output {named(output)} goes from{" "}
+      <Amount plain value={before} scale={scale} testid="before" /> to{" "}
       <Amount plain value={after} scale={scale} testid="after" />
       {retrained !== null && (
         <>
@@ -99,7 +106,7 @@ function Kind({ subtraction }: { subtraction: SubtractView }) {
   )
 }
 
-function Others({ subtraction }: { subtraction: SubtractView }) {
+function Others({ subtraction, named }: Named) {
   const { before, after } = subtraction
   const scale = new Scale([...before, ...after].map((one) => one.value))
   return (
@@ -117,7 +124,7 @@ function Others({ subtraction }: { subtraction: SubtractView }) {
         <tbody>
           {before.map(({ output, value }, i) => (
             <tr>
-              <th scope="row">{output}</th>
+              <th scope="row">{named(output)}</th>
               <td>
                 <Amount plain value={value} scale={scale} />
               </td>

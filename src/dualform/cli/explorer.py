@@ -47,7 +47,8 @@ def queries(command: Any) -> Any:
             "--input",
             "inputs",
             type=click.Path(path_type=Path),
-            help="Queries for --model: .npy, or .npz with x; labels, titles and texts if known.",
+            help="Queries for --model: .npy, or .npz with x; labels, titles and texts of each, and "
+            "the names of the model's outputs, if known.",
         ),
         click.option(
             "--encode", help="package.module:function from a preview to the model's input."

@@ -68,7 +68,8 @@ def make_exhibit(run: Run, model: str | None, inputs: Path | None, encode: str |
         Query(str(title), label, None if text is None else Preview("text", str(text)))
         for title, label, text in zip(titles, labels, texts, strict=True)
     ]
-    return Exhibit(run, built, _tensor(arrays, built), queries, encoder)
+    names = list(map(str, arrays.get("outputs", np.array([])).tolist()))
+    return Exhibit(run, built, _tensor(arrays, built), queries, encoder, names)
 
 
 def _arrays(inputs: Path) -> dict[str, np.ndarray[Any, Any]]:

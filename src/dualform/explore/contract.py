@@ -115,6 +115,8 @@ class RunView(TypedDict):
     labels: list[LabelCount]
     classes: bool
     """Labels are numbers of outputs."""
+    names: list[str]
+    """What the model's outputs, and so those of the last layer, are called; empty if not known."""
     questions: list[QuestionCard]
     queries: int
     accepts: ImageSize | AnyText | None

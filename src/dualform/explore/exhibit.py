@@ -65,6 +65,7 @@ class Exhibit:
         model: the recorded one, with the weights of the step that is read.
         x: queries, as in `run.explain`.
         queries: a title, and if known a label and a preview, for each query of x.
+        names: what the model's outputs are called, by their numbers: classes, or tokens.
         encode: what the model is called with for a text, or for a picture of the size of the
             run's previews. For pictures it is found out from x, if inputs are scaled pixels.
     """
@@ -76,8 +77,10 @@ class Exhibit:
         x: Any = None,
         queries: Sequence[Query] = (),
         encode: Encode | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.run, self._model, self._encode = run, model, encode
+        self.names = [shorten(name, LONGEST_NAME) for name in names]
         self._lock, self._threads = Lock(), local()
         if model is not None:
             check_model(model.eval(), run.source.weights, run.source.ledger, run.steps)
@@ -126,6 +129,17 @@ class Exhibit:
         if len(self):
             return [self._given(str(number)) for number in at]
         return [self._sample(self.run.source.ids[number]) for number in at]
+
+    def output_name(self, output: int, layer: str | None) -> str:
+        """The name of an output of the model, which are its last layer's; else the number.
+
+        >>> from dualform.testing import tiny_run
+        >>> exhibit = Exhibit(*tiny_run(), names=["yes", "no"])
+        >>> exhibit.output_name(1, None), exhibit.output_name(1, "first")
+        ("'no'", '1')
+        """
+        is_named = layer in (None, *self.run.layers[-1:]) and output < len(self.names)
+        return f"'{self.names[output]}'" if is_named else str(output)
 
     def inputs(self, count: int) -> Any:
         """The first so many queries, as the model is called with them."""

@@ -84,6 +84,7 @@ def run_facts(exhibit: Exhibit) -> RunView:
         "columns": list(run.samples.columns),
         "labels": [{"label": label, "count": counts[label]} for label in labels],
         "classes": exhibit.classes,
+        "names": exhibit.names,
         "questions": questions,
         "queries": exhibit.listed,
         "accepts": exhibit.accepts,

@@ -21,6 +21,7 @@ def view(
     x: Any = None,
     queries: Sequence[Query] = (),
     encode: Encode | None = None,
+    names: Sequence[str] = (),
     *,
     host: str | None = None,
     port: int | None = None,
@@ -38,12 +39,12 @@ def view(
     dualform.errors.ReadingError: queries need the model that they are asked of: give model and x.
 
     Args:
-        model, x, queries, encode: as in `dualform.explore.Exhibit`.
+        model, x, queries, encode, names: as in `dualform.explore.Exhibit`.
         host: where the server listens; by default 127.0.0.1, which only this machine reaches.
         port: by default any that is free.
         browser: whether the address is opened in a browser.
     """
-    explorer = Explorer(Exhibit(run, model, x, queries, encode))
+    explorer = Explorer(Exhibit(run, model, x, queries, encode, names))
     try:
         if _in_notebook() and host is None and port is None:
             from dualform.explore.widget import ExplorerWidget

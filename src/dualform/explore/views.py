@@ -163,14 +163,14 @@ class Explorer:
         notes = only if only and check else [*only, answer.note]
         subject = self.exhibit.subject(asked.query)
         marks = None if answer.marks is None else answer.marks.tolist()
-        of_model = question.ask in ("network", "removed")
+        layer = None if question.ask in ("network", "removed") else question.layer
         return {
             "query": self.exhibit.card(subject),
             "ask": question.ask,
             "layer": question.layer,
             "output": answer.output,
-            "asked": f"output {answer.output} of "
-            + ("the model" if of_model else f"layer {question.layer}"),
+            "asked": f"output {self.exhibit.output_name(answer.output, layer)} of "
+            + ("the model" if layer is None else f"layer {layer}"),
             "outputs": largest(answer.outputs),
             "check": None if only else check_parts(check),
             "attributed": None if only or check is None else float(check.attributed[0]),

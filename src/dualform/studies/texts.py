@@ -20,6 +20,15 @@ HELD_OUT = 10
 """One part in so many of a text that comes as one file is the test part: the last one."""
 
 
+def visible(token: str) -> str:
+    """A token as a name: what would be blank is a sign.
+
+    >>> visible(" "), visible("\\n"), visible("wolf")
+    ('␣', '⏎', 'wolf')
+    """
+    return token.translate({ord(" "): "␣", ord("\n"): "⏎", ord("\t"): "⇥"})
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A text as numbers of tokens.

@@ -38,7 +38,7 @@ from dualform.studies.language.tasks import (
 )
 from dualform.studies.language.training import train_language_model, window_loss
 from dualform.studies.parts import Found
-from dualform.studies.texts import Windows
+from dualform.studies.texts import Windows, visible
 
 NETWORK = "network"
 """What stands for the whole network among the layers."""
@@ -262,13 +262,16 @@ class LanguageMeasurement:
         words = [corpus.vocabulary[token] for token in prompts.foretold.tolist()]
         kinds = [KINDS[int(place >= 0)] for place in prompts.places]
         titles = [
-            f"{kind} prompt {at}, foretells {word!r}, output {token}"
-            for at, (kind, word, token) in enumerate(
-                zip(kinds, words, prompts.foretold.tolist(), strict=True)
-            )
+            f"{kind} prompt {at}, foretells '{visible(word)}'"
+            for at, (kind, word) in enumerate(zip(kinds, words, strict=True))
         ]
-        file = self.out / f"{self.name}.npz"
-        np.savez(file, x=prompts.x.numpy(), titles=np.array(titles), texts=np.array(texts))
+        np.savez(
+            self.out / f"{self.name}.npz",
+            x=prompts.x.numpy(),
+            titles=np.array(titles),
+            texts=np.array(texts),
+            outputs=np.array([visible(word) for word in corpus.vocabulary]),
+        )
 
 
 def _attributed(run: Run) -> dict[str, float]:

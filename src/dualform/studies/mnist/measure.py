@@ -148,7 +148,13 @@ class MnistMeasurement:
         ]
         labels = np.array([names[target] for target in shown.targets.tolist()])
         x = shown.x.cpu().numpy()
-        np.savez(self.out / "queries.npz", x=x, labels=labels, titles=np.array(titles))
+        np.savez(
+            self.out / "queries.npz",
+            x=x,
+            labels=labels,
+            titles=np.array(titles),
+            outputs=np.array(names),
+        )
 
     def _missed(self, run: Run, asked: AskedImages, outputs: Tensor, amounts: Tensor) -> float:
         """How much of the change of outputs the sums of all classes miss, relative to it."""

@@ -177,7 +177,14 @@ class TwoTasksMeasurement:
         ]
         titles = [f"{title}{more}" for title, more in zip_longest(titles, taken, fillvalue="")]
         x = self._inputs[shown].cpu().numpy()
-        np.savez(self.out / "queries.npz", x=x, labels=np.array(labels), titles=np.array(titles))
+        shared = [f"{at}, {GROUPS[OUTPUTS + at]}" for at in range(OUTPUTS)]
+        np.savez(
+            self.out / "queries.npz",
+            x=x,
+            labels=np.array(labels),
+            titles=np.array(titles),
+            outputs=np.array(shared),
+        )
 
     def _accuracy(self, model: nn.Module) -> dict[str, float]:
         """The share of test images that are right, by task."""
