@@ -20,7 +20,7 @@ METHODS = ("paths, N = head", "paths, N = token", "norm", "gradient", "random")
 """By what heads are scored."""
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """Attention whose heads can be weakened, and an MLP, each after a norm and around itself."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -56,7 +56,7 @@ class PatchTransformer(nn.Module):
         self.embed = nn.Linear(self.patch**2, setting.width)
         self.place = nn.Parameter(0.1 * torch.randn(SIDE * SIDE, setting.width))
         self.blocks = nn.ModuleList(
-            Block(setting.width, setting.heads) for _ in range(setting.layers)
+            EncoderBlock(setting.width, setting.heads) for _ in range(setting.layers)
         )
         self.out = nn.Linear(setting.width, 1)
 
