@@ -64,9 +64,9 @@ def info(run: Path, check: bool, as_json: bool) -> None:
 @click.option("--to", type=click.Path(path_type=Path), help="Where; RUN.repaired if not said.")
 @as_json
 def repair(run: Path, to: Path | None, as_json: bool) -> None:
-    """Copy what is sound of a damaged run: the steps before the first damaged one.
+    """Copy the sound steps of a damaged run into one of their own.
 
-    The run itself is left as it is.
+    These are the steps before the first damaged one. The run itself is left as it is.
     """
     found = repair_run(run, to)
     if as_json:
