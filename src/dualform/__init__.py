@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Zoom,
     )
     from dualform.read import open_run as open
+    from dualform.read.engine import engine
     from dualform.recording import Recorder, describe, record, summaries
     from dualform.recording.planning import RunPlan, plan
 
@@ -66,6 +67,7 @@ __all__ = [
     "Zoom",
     "compact",
     "describe",
+    "engine",
     "open",
     "plan",
     "record",
@@ -85,6 +87,7 @@ HOMES = {
         *("Audit", "Explanation", "Influence", "Ranking", "Reading", "Removal"),
         *("RowContributions", "Run", "Scores", "Spotlight", "Timeline", "Zoom"),
     ),
+    "read.engine": ("engine",),
     "recording": ("Recorder", "describe", "record", "summaries"),
     "recording.planning": ("RunPlan", "plan"),
 }

@@ -15,7 +15,8 @@
     │   ├── UnknownLayerError (KeyError)  no such layer or book
     │   ├── UnknownStepError         no such step
     │   ├── UnknownSampleError (KeyError) no such sample
-    │   └── ModelMismatchError       the model is not the one that was recorded
+    │   ├── ModelMismatchError       the model is not the one that was recorded
+    │   └── ClusterError (RuntimeError)  other machines cannot read the run
     ├── EvaluationError (ValueError)   scores and ground truth that do not go together
     │   └── RetrainingError (RuntimeError) a training in a worker process failed
     ├── AttentionError (ValueError)  shapes, masks or options an attention layer cannot take
@@ -146,6 +147,10 @@ class UnknownSampleError(ReadingError, KeyError):
 
 class ModelMismatchError(ReadingError):
     """The model is not the one this run recorded."""
+
+
+class ClusterError(ReadingError, RuntimeError):
+    """Other machines cannot be reached, cannot see the run, or failed to read it."""
 
 
 class EvaluationError(DualformError, ValueError):

@@ -20,45 +20,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cases.optimizers import OPTIMIZERS
 from tests.in_turn import in_turn
-from tests.told import told
+from tests.read.engine_runs import (
+    KINDS,
+    READS,
+    SAMPLES,
+    STEPS,
+    Made,
+    answers,
+    close,
+    offered,
+    recorded,
+)
 from torch import Tensor, nn
 
 import dualform
 from dualform.ledger import Ledger
-from dualform.ledger.codecs import CODECS
 from dualform.ledger.tensors import MappedFile, TensorFile
 from dualform.read import Run
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import BlockFold, Engine, Fold, RowReader, Serial, ShardRange, Threads
+from dualform.read.engine.parts import in_parts, in_tree
 from dualform.read.progress import LateProgress, watched
 from dualform.read.queries import LastVisits
-from dualform.recording.recorder import Recorder
-
-KINDS = ["SGD, Nesterov", "AdamW, amsgrad", "Lion", "Muon", "Shampoo", "SOAP"]
-KINDS = [name for name in KINDS if name in OPTIMIZERS]
-"""Coefficients that are numbers, one for each element, of signs, and made of matrices."""
-LOSSY = ("AdamW, amsgrad", "SOAP")
-"""Recorded with entries that leave a residual."""
-READS = ("audit", "spotlight", "timeline", "explain", "influence", "suspicion", "state_dict")
-READS += ("revisit", "rows", "keys_only", "memory", "subtract", "fisher", "tracin", "zoom")
-STEPS, SAMPLES = 12, 8
-
-
-class Small(nn.Module):
-    """A table, a convolution and a matrix that is used twice."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 6)
-        self.conv = nn.Conv1d(2, 3, 2, bias=bias)
-        self.mix = nn.Linear(6, 6, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        seen = self.table(x).tanh()
-        seen = self.conv(seen.reshape(-1, 2, 3)).flatten(1)
-        return self.mix(self.mix(seen).tanh())[:, :3]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,9 +52,6 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(usual)
-
-
-Made = tuple[Path, nn.Module, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -87,71 +68,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     return make
 
 
-def recorded(optimizer: str, path: Path) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    narrow = optimizer == "Lion"
-    x, y = torch.randint(0, 5, (SAMPLES,)), torch.randn(SAMPLES, 3)
-    model: nn.Module = Small(bias=True)
-    if optimizer in ("Muon", "Shampoo", "SOAP"):  # which take matrices
-        model, x = (
-            nn.Sequential(nn.Linear(4, 3, False), nn.Tanh(), nn.Linear(3, 3, False)),
-            (torch.randn(SAMPLES, 4)),
-        )
-    if narrow:
-        model, y = model.float(), y.float()
-    made = OPTIMIZERS[optimizer](list(model.parameters()))
-    codec = "bfloat16" if optimizer in LOSSY else "exact"
-    with told(path), Recorder(model, made, path, keep=CODECS[codec].policy) as recorder:
-        for step in range(STEPS):
-            ids = (torch.arange(3) + 3 * step) % SAMPLES
-            recorder.samples(ids)
-            with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
-                out = model(x[ids])
-            (out - y[ids]).square().sum().backward()
-            made.step()
-            made.zero_grad()
-            if step == 6:  # weights that somebody changes are booked by step
-                with torch.no_grad():
-                    next(model.parameters())[0].add_(0.01)
-            if step % 3 == 2:
-                recorder.checkpoint()
-    return model.eval(), x
-
-
-def answers(run: Run, model: nn.Module, x: Tensor, read: str) -> Any:
-    """What a read gives, as an array; remainders are relative already, and are left so."""
-    asked = x[:2]
-    layer = run.layers[-1]
-    numbers = {
-        "audit": lambda: [1 + book.remainder for book in run.audit().books],
-        "spotlight": lambda: np.concatenate(
-            [reading.samples().values for reading in run.spotlight(model, asked).values()], 1
-        ),
-        "timeline": lambda: run.timeline(model, asked, by="epoch").values,
-        "explain": lambda: run.explain(model, asked, 1).values,
-        "influence": lambda: run.influence(model, asked, 1).values,
-        "fisher": lambda: run.influence(model, asked, 1, method="fisher").values,
-        "tracin": lambda: run.influence(model, asked, 1, method="tracin").values,
-        "suspicion": lambda: run.suspicion().values,
-        "state_dict": lambda: flat(run.at(STEPS - 1).state_dict()),
-        "subtract": lambda: flat(run.subtract([0, 3])),
-        "revisit": lambda: run.revisit([1, 4])[layer].samples().values,
-        "rows": lambda: [row.value for row in run.spotlight(model, asked)[layer].rows(4)],
-        "keys_only": lambda: run.spotlight(model, asked)[layer].keys_only().values,
-        "memory": lambda: run.spotlight(model, asked)[layer].memory().values.sum(0).numpy(),
-        "zoom": lambda: (
-            run.zoom([1], model, lambda net, ids: net(x[ids]).square().sum(), steps=[1])
-            .contributions(run.spotlight(model, asked)[layer])
-            .check.stored
-        ),
-    }
-    return np.asarray(numbers[read](), dtype=float)
-
-
-def flat(weights: dict[str, Tensor]) -> Any:
-    return torch.cat([w.double().flatten() for _, w in sorted(weights.items())]).numpy()
-
-
 def asked_of(optimizer: str, engine: Engine, make: Callable[[str], Made], read: str) -> Any:
     path, model, x = make(optimizer)
     return answers(dualform.open(path, engine=engine), model, x, read)
@@ -165,16 +81,6 @@ def one_by_one(optimizer: str, make: Callable[[str], Made], read: str) -> Any:
     if (optimizer, read) not in RESULTS:
         RESULTS[optimizer, read] = asked_of(optimizer, Serial(), make, read)
     return RESULTS[optimizer, read]
-
-
-def offered(optimizer: str) -> list[str]:
-    """Rows with a number each are what `memory` is made of."""
-    return [read for read in READS if read != "memory" or optimizer.startswith("SGD")]
-
-
-def close(found: Any, expected: Any, tolerance: float) -> None:
-    assert found.shape == expected.shape
-    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
 
 
 # Plain data
@@ -331,14 +237,44 @@ def test_neither_order_nor_partition_matters(
 @pytest.mark.parametrize("workers", [2, 3, 16])
 def test_threads_give_what_one_gives(workers: int, made: Callable[[str], Made]) -> None:
     for read in offered("AdamW, amsgrad"):
-        found = asked_of("AdamW, amsgrad", Threads(workers), made, read)
+        found = asked_of("AdamW, amsgrad", Threads(workers, part_bytes=1), made, read)
         close(found, one_by_one("AdamW, amsgrad", made, read), 1e-12)
 
 
-def test_threads_give_the_same_bits_each_time(made: Callable[[str], Made]) -> None:
+def test_bits_do_not_depend_on_the_number_of_threads(made: Callable[[str], Made]) -> None:
+    """Parts, and the order in which they are merged, are those of the run."""
     for read in offered("SGD, Nesterov"):
-        one, other = (asked_of("SGD, Nesterov", Threads(3), made, read) for _ in range(2))
-        assert np.array_equal(one, other)
+        one, *others = (
+            asked_of("SGD, Nesterov", Threads(workers, part_bytes=1), made, read)
+            for workers in (1, 3, 3, 16)
+        )
+        assert all(np.array_equal(one, other) for other in others)
+
+
+@given(st.integers(1, 300), st.integers(0, 8))
+def test_partial_results_are_merged_in_one_order(count: int, bits: int) -> None:
+    """Also where some neighbors are merged beforehand, as tasks of a cluster do."""
+    names = [f"{number}" for number in range(count)]
+    groups = [names[at : at + (1 << bits)] for at in range(0, count, 1 << bits)]
+
+    def merge(one: str, other: str) -> str:
+        return f"({one} {other})"
+
+    merged = in_tree(merge, names)
+    assert merged == in_tree(merge, (in_tree(merge, group) for group in groups))
+    assert [name.strip("()") for name in merged.split()] == names
+
+
+def test_parts_are_not_smaller_than_what_they_give(made: Callable[[str], Made]) -> None:
+    ledger = Ledger(made("SGD, Nesterov")[0])
+    shards = ShardRange.of(ledger, 1, STEPS)
+    total = sum(shard.nbytes for shard in shards)
+    assert total == sum(shard.shard.record["bytes"] for shard in shards)
+    assert [len(part) for part in in_parts(Failing(0), shards)] == [len(shards)]
+    assert [len(part) for part in in_parts(Failing(0), shards, 1)] == [1] * len(shards)
+    assert len(in_parts(Failing(0), shards, total // 2)) == 2
+    assert len(in_parts(Failing(0, nbytes=total // 16), shards, 1)) == 2
+    assert len(in_parts(Failing(0, nbytes=total // 4), shards, 1)) == 1
 
 
 def test_last_visits_are_those_of_the_latest_step(made: Callable[[str], Made]) -> None:
@@ -364,8 +300,12 @@ class Failing(Fold[int]):
 
     streams = ("mix",)
 
-    def __init__(self, at: int) -> None:
-        self._at = at
+    def __init__(self, at: int, nbytes: int = 0) -> None:
+        self._at, self._bytes = at, nbytes
+
+    @property
+    def partial_bytes(self) -> int:
+        return self._bytes
 
     def start(self) -> int:
         return 0
@@ -382,10 +322,10 @@ class Failing(Fold[int]):
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_an_error_in_a_thread_is_raised(workers: int, made: Callable[[str], Made]) -> None:
     shards = ShardRange.of(Ledger(made("SGD, Nesterov")[0]), 1, STEPS)
-    assert Threads(workers).reduce(Failing(at=99), shards) == STEPS
+    assert Threads(workers, part_bytes=1).reduce(Failing(at=99), shards) == STEPS
     for step in (1, STEPS):
         with pytest.raises(RuntimeError, match=f"failed at step {step}"):
-            Threads(workers).reduce(Failing(step), shards)
+            Threads(workers, part_bytes=1).reduce(Failing(step), shards)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -394,7 +334,8 @@ def test_progress_is_told_by_the_thread_that_asked(
 ) -> None:
     news: list[tuple[str, float, int]] = []
     path, model, x = made("SGD, Nesterov")
-    reading = dualform.open(path, engine=Threads(workers)).spotlight(model, x[:1]).last
+    run = dualform.open(path, engine=Threads(workers, part_bytes=1))
+    reading = run.spotlight(model, x[:1]).last
     with watched(lambda doing, share: news.append((doing, share, threading.get_ident()))):
         reading.samples()
     assert {doing for doing, _, _ in news} == {"reading mix"}
@@ -407,7 +348,8 @@ def test_progress_is_told_by_the_thread_that_asked(
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_watcher_can_cancel(workers: int, made: Callable[[str], Made]) -> None:
     path, model, x = made("SGD, Nesterov")
-    reading = dualform.open(path, engine=Threads(workers)).spotlight(model, x[:1]).last
+    run = dualform.open(path, engine=Threads(workers, part_bytes=1))
+    reading = run.spotlight(model, x[:1]).last
     told: list[float] = []
 
     def cancel(doing: str, share: float) -> None:

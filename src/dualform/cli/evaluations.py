@@ -7,9 +7,17 @@ from typing import Any
 
 import click
 
-from dualform.cli.options import as_json, count, imported, print_json, print_results, run_argument
+from dualform.cli.options import (
+    Opened,
+    as_json,
+    count,
+    imported,
+    print_json,
+    print_results,
+    reading,
+    run_argument,
+)
 from dualform.evaluate import GroundTruth, Retraining, lds, load_scores
-from dualform.read import open_run
 
 
 @click.group()
@@ -59,13 +67,14 @@ def evaluate_lds(scores: Path, truth: Path, as_json: bool) -> None:
 @run_argument
 @count
 @click.option("--layer", help="Default: the last one.")
+@reading
 @as_json
-def suspects(run: Path, count: int, layer: str | None, as_json: bool) -> None:
+def suspects(run: Path, opened: Opened, count: int, layer: str | None, as_json: bool) -> None:
     """Rank the samples whose labels may be wrong.
 
     They are those whose errors stayed large throughout training.
     """
-    ranking = open_run(run).suspicion(layer).top(count)
+    ranking = opened(run).suspicion(layer).top(count)
     if as_json:
         print_json([{"id": r.id, "label": r.label, "suspicion": r.value} for r in ranking.rows])
     else:

@@ -9,11 +9,18 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dualform.cli.options import MODEL, as_json, make_exhibit, print_json, run_argument
+from dualform.cli.options import (
+    MODEL,
+    Opened,
+    as_json,
+    make_exhibit,
+    print_json,
+    reading,
+    run_argument,
+)
 from dualform.demo import EPOCHS, run_demo
 from dualform.explore import Exhibit, Explorer, write_report
 from dualform.explore.show import missing
-from dualform.read import open_run
 
 
 @click.command()
@@ -62,11 +69,13 @@ def queries(command: Any) -> Any:
 @click.command()
 @click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
 @queries
+@reading
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Default: any that is free.")
 @click.option("--browser/--no-browser", default=True, help="Open the page in a browser.")
 def view(
     runs: tuple[Path, ...],
+    opened: Opened,
     model: str | None,
     inputs: Path | None,
     encode: str | None,
@@ -78,7 +87,7 @@ def view(
 
     It is a local server, and stops with Ctrl+C.
     """
-    exhibits = [make_exhibit(open_run(run), model, inputs, encode) for run in runs]
+    exhibits = [make_exhibit(opened(run), model, inputs, encode) for run in runs]
     _serve(exhibits, host, port, browser)
 
 
@@ -90,9 +99,11 @@ def view(
 )
 @click.option("--sample", "samples", multiple=True, help="A training sample, by its id.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), required=True, help="The page.")
+@reading
 @as_json
 def report(
     run: Path,
+    opened: Opened,
     model: str | None,
     inputs: Path | None,
     encode: str | None,
@@ -105,7 +116,7 @@ def report(
 
     It holds the chosen queries; by default the first of --input, or a sample of each label.
     """
-    exhibit = make_exhibit(open_run(run), model, inputs, encode)
+    exhibit = make_exhibit(opened(run), model, inputs, encode)
     chosen = [*map(str, numbers), *(f"sample:{name}" for name in samples)]
     page = write_report(exhibit, out, chosen or None)
     print_json({"report": str(page)}) if as_json else click.echo(f"Wrote {page}")

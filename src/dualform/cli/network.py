@@ -11,13 +11,14 @@ import numpy as np
 from dualform.cli.options import (
     INPUT,
     MODEL,
+    Opened,
     as_json,
     count,
     model_and_input,
     print_answer,
+    reading,
     run_argument,
 )
-from dualform.read import open_run
 from dualform.read.ask import Question, ask
 
 
@@ -38,6 +39,7 @@ def whole_network(command: Any) -> Any:
         ),
         count,
         click.option("--save", type=click.Path(path_type=Path), help="All scores, as .npz."),
+        reading,
         as_json,
     ]
     for option in reversed(options):
@@ -106,6 +108,7 @@ def _ask(
     model: str,
     inputs: Path,
     facts: list[str],
+    opened: Opened,
     count: int,
     save: Path | None,
     as_json: bool,
@@ -115,8 +118,8 @@ def _ask(
     Args:
         facts: what JSON also says of the scores, by the name of their attribute.
     """
-    opened = open_run(run)
-    answer = ask(opened, asked, *model_and_input(opened, model, inputs))
+    asked_run = opened(run)
+    answer = ask(asked_run, asked, *model_and_input(asked_run, model, inputs))
     scores = answer.scores
     if save is not None:
         np.savez(save, values=scores.values, ids=np.array(scores.ids))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 import numpy as np
@@ -18,8 +19,10 @@ from torch import nn
 from dualform.errors import ModelMismatchError, ReadingError
 from dualform.explore import Exhibit, Query
 from dualform.ledger.samples import Preview
-from dualform.read import Run
+from dualform.read import Run, open_run
 from dualform.read.ask import Answer
+from dualform.read.engine.names import ENGINES
+from dualform.read.engine.names import engine as make_engine
 
 run_argument = click.argument("run", type=click.Path(path_type=Path))
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
@@ -31,8 +34,31 @@ count = click.option(
     show_default=True,
     help="How many samples for each query.",
 )
+Opened: TypeAlias = Callable[[Path], Run]
+"""Opens a run, to be read by whom the command line says."""
 MODEL = "package.module:function that builds the model; the run brings the weights."
 INPUT = "What --model is called with: .npy, or .npz with an array called x."
+
+
+def reading(command: Any) -> Any:
+    """Options that say who reads; the verb is given `opened`, which opens a run for reading so."""
+
+    @click.option(
+        "--engine",
+        type=click.Choice(list(ENGINES)),
+        default="threads",
+        show_default=True,
+        help="Who reads: threads of this process, or a Ray cluster whose machines see the run.",
+    )
+    @click.option("--address", help="HOST:PORT of the Ray cluster. Default: one on this machine.")
+    @functools.wraps(command)
+    def verb(*given: Any, engine: str, address: str | None, **options: Any) -> None:
+        if address is not None and engine != "ray":
+            raise ReadingError("--address is that of a Ray cluster: give it with --engine ray.")
+        chosen = make_engine(engine, **({} if address is None else {"address": address}))
+        command(*given, opened=lambda path: open_run(path, engine=chosen), **options)
+
+    return verb
 
 
 def model_and_input(run: Run, model: str, inputs: Path) -> tuple[nn.Module, torch.Tensor]:

@@ -11,18 +11,20 @@ import click
 from dualform.cli.options import (
     INPUT,
     MODEL,
+    Opened,
     as_json,
     count,
     model_and_input,
     print_answer,
     print_json,
     print_results,
+    reading,
     run_argument,
 )
 from dualform.errors import CorruptError, DualformError, ReadingError
 from dualform.ledger import Ledger
 from dualform.ledger.repair import repair as repair_run
-from dualform.read import Run, open_run
+from dualform.read import Run
 from dualform.read.ask import Question, ask
 
 
@@ -77,10 +79,11 @@ def repair(run: Path, to: Path | None, as_json: bool) -> None:
 
 @click.command()
 @run_argument
+@reading
 @as_json
-def audit(run: Path, as_json: bool) -> None:
+def audit(run: Path, opened: Opened, as_json: bool) -> None:
     """Do the books balance? Every parameter, added up."""
-    result = open_run(run).audit()
+    result = opened(run).audit()
     print_json(result.to_dict()) if as_json else print_results(result)
 
 
@@ -102,9 +105,11 @@ def question(command: Any) -> Any:
 @run_argument
 @question
 @count
+@reading
 @as_json
 def top(
     run: Path,
+    opened: Opened,
     samples: tuple[str, ...],
     model: str | None,
     inputs: Path | None,
@@ -117,18 +122,18 @@ def top(
 
     The query is a training sample as each layer last saw it, or what --model is called with.
     """
-    opened = open_run(run)
+    asked_run = opened(run)
     if bool(samples) == bool(model):
         raise ReadingError(
             "say what to ask: --sample ID (a training sample, as each layer last saw it), or "
             "--model package.module:function with --input x.npy."
         )
-    ids = tuple(opened.sample_id(name) for name in samples)
+    ids = tuple(asked_run.sample_id(name) for name in samples)
     asked = Question("layer", layer, output, ids)
     if model is None:
-        answer = ask(opened, asked)
+        answer = ask(asked_run, asked)
     elif inputs is None:
         raise ReadingError("--model needs --input x.npy: what to call the model with.")
     else:
-        answer = ask(opened, asked, *model_and_input(opened, model, inputs))
+        answer = ask(asked_run, asked, *model_and_input(asked_run, model, inputs))
     print_answer(answer, {"layer": answer.question.layer}, count, as_json)

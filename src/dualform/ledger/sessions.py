@@ -46,8 +46,9 @@ class Commit:
         return TensorFile(self.path, self.record.get("index_crc32"))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the opened file, where it is sent elsewhere."""
-        return {name: value for name, value in vars(self).items() if name != "file"}
+        """Where it is sent elsewhere: without the opened file, and found from any folder."""
+        state = {name: value for name, value in vars(self).items() if name != "file"}
+        return {**state, "path": self.path.absolute()}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting, mean_shares
 from dualform.read.contributions import Source
 from dualform.read.display import Displayed, columns, framed, moment
-from dualform.read.engine import Engine, Threads
+from dualform.read.engine import Engine, engine_of
 from dualform.read.explain import TOLERANCE, Explanation, make_explanation
 from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
@@ -44,7 +44,7 @@ def open_run(
     device: torch.device | str = "cpu",
     *,
     damaged: bool = False,
-    engine: Engine | None = None,
+    engine: Engine | str | None = None,
 ) -> Run:
     """Opens a run folder for reading, as far as it is committed.
 
@@ -56,9 +56,9 @@ def open_run(
     Args:
         device: where scans compute.
         damaged: open a damaged run too, as far as it can be read; `check` says what is wrong.
-        engine: who reads the shards; by default threads of this process.
+        engine: who reads: "threads" of this process, "ray", or as `dualform.engine` makes it.
     """
-    return Run(Ledger(Path(path), damaged=damaged), device=device, engine=engine)
+    return Run(Ledger(Path(path), damaged=damaged), device=device, engine=engine_of(engine))
 
 
 class Run(Displayed):
@@ -81,7 +81,7 @@ class Run(Displayed):
         engine: Engine | None = None,
     ) -> None:
         self._ledger, self._device, self._shares = ledger, device, shares
-        self._engine = engine or Threads()
+        self._engine = engine or engine_of(None)
         self.steps = ledger.last_step if step is None else step
         """The step the run is read at; without `at`, the last one committed."""
 

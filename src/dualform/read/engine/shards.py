@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -49,6 +49,12 @@ class ShardRange:
         """How many there are."""
         return self.last - self.first + 1
 
+    @property
+    def nbytes(self) -> int:
+        """How large the file is, as far as it is of these steps."""
+        steps = self.shard.last - self.shard.first + 1
+        return int(self.shard.record["bytes"]) * self.steps // steps
+
     def holds(self, stream: str) -> bool:
         """Whether the shard has rows of a stream."""
         return f"{stream}/segments" in self.shard.file
@@ -80,23 +86,3 @@ def _basis(shard: Shard, name: str) -> Tensor:
     if name not in shard.file or len(shard.file.array(name).shape) != 2:
         raise CorruptError(f"'{shard.path}' has no basis '{name}'; restore it from a copy.")
     return shard.file.read(name).float()
-
-
-def split(shards: Sequence[ShardRange], parts: int) -> list[list[ShardRange]]:
-    """The shards in so many runs of neighbors at most, of about as many steps each.
-
-    >>> from dualform.testing import tiny_run
-    >>> run, _, _ = tiny_run()
-    >>> whole, = ShardRange.of(Ledger(run.path), 1, 6)
-    >>> [len(part) for part in split([whole] * 5, 2)]
-    [3, 2]
-    """
-    total, done = sum(shard.steps for shard in shards), 0
-    found: list[list[ShardRange]] = []
-    for shard in shards:
-        if len(found) <= done * parts // max(1, total):
-            found.append([shard])
-        else:
-            found[-1].append(shard)
-        done += shard.steps
-    return found

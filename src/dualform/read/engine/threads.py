@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from functools import reduce
+from itertools import islice
 from queue import SimpleQueue
 from threading import Event
 
 import torch
 
 from dualform.read.engine.interface import Block, BlockFold, Engine, Fold, Partial
-from dualform.read.engine.shards import ShardRange, split
+from dualform.read.engine.parts import PART_BYTES, in_parts, in_tree
+from dualform.read.engine.shards import ShardRange
 from dualform.read.progress import LateProgress, reporting
 
-PARTIAL_BYTES = 256 << 20
-"""How large the partial results of all threads may be together."""
+PARTIAL_BYTES = 16 << 20
+"""How large a partial result may be, so that those of several parts fit into memory together."""
 
 
 class Serial(Engine):
@@ -27,11 +29,8 @@ class Serial(Engine):
         self, fold: Fold[Partial], shards: Sequence[ShardRange], onto: Partial | None = None
     ) -> Partial:
         """The result of all shards."""
-        partial = fold.start() if onto is None else onto
-        with _progress(fold, shards) as progress, reporting(progress.advance):
-            for shard in shards:
-                partial = fold.fold(partial, shard)
-        return partial
+        with fold_progress(fold, shards) as progress, reporting(progress.advance):
+            return fold_all(fold, shards, fold.start() if onto is None else onto)
 
     def reduce_blocks(
         self, fold: BlockFold[Block], shards: Sequence[ShardRange]
@@ -41,7 +40,7 @@ class Serial(Engine):
 
 
 class Threads(Serial):
-    """Folds runs of neighboring shards side by side, and merges them in the order of time.
+    """Folds parts of neighboring shards side by side, and merges them in a fixed order.
 
     Torch already spreads the work of one shard over its own threads. So there are as many workers
     as there are processors for each of those: one, unless torch was told to use fewer.
@@ -50,67 +49,75 @@ class Threads(Serial):
     >>> run, _, _ = tiny_run()
     >>> Threads(workers=4).workers
     4
+
+    Args:
+        part_bytes: how large the files of a part are at least.
     """
 
-    def __init__(self, workers: int | None = None) -> None:
+    def __init__(self, workers: int | None = None, *, part_bytes: int = PART_BYTES) -> None:
         self.workers = workers or max(1, _processors() // torch.get_num_threads())
+        self._part_bytes = part_bytes
 
     def reduce(
         self, fold: Fold[Partial], shards: Sequence[ShardRange], onto: Partial | None = None
     ) -> Partial:
         """The result of all shards."""
-        fitting = PARTIAL_BYTES // max(1, fold.partial_bytes)
-        on_cpu = torch.device(fold.device).type == "cpu"
-        parts = split(shards, min(self.workers, max(1, fitting)) if on_cpu else 1)
+        can_cut = torch.device(fold.device).type == "cpu" and fold.partial_bytes <= PARTIAL_BYTES
+        parts = in_parts(fold, shards, self._part_bytes) if can_cut else []
         if len(parts) < 2:
             return super().reduce(fold, shards, onto)
-        partials = _side_by_side(fold, parts, _progress(fold, shards))
-        return reduce(fold.merge, partials if onto is None else [onto, *partials])
+        with fold_progress(fold, shards) as progress:
+            make = _one_by_one if self.workers == 1 else self._side_by_side
+            total = in_tree(fold.merge, make(fold, parts, progress))
+        return total if onto is None else fold.merge(onto, total)
+
+    def _side_by_side(
+        self, fold: Fold[Partial], parts: Sequence[Sequence[ShardRange]], progress: LateProgress
+    ) -> Iterator[Partial]:
+        """The partial result of each part; progress is told by this thread, which may cancel."""
+        news: SimpleQueue[float] = SimpleQueue()
+        stop = Event()
+
+        def report(count: float) -> None:
+            if stop.is_set():
+                raise _Stopped
+            news.put(count)
+
+        def work(part: Sequence[ShardRange]) -> Partial:
+            try:
+                with reporting(report):
+                    return fold_all(fold, part, fold.start())
+            except BaseException:
+                stop.set()
+                raise
+
+        def begin(count: int) -> None:
+            for part in islice(rest, count):
+                waiting.append(pool.submit(copy_context().run, work, part))
+                waiting[-1].add_done_callback(lambda _: news.put(0.0))
+
+        rest, waiting = iter(parts), deque[Future[Partial]]()
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="dualform-fold") as pool:
+            try:
+                begin(2 * self.workers)
+                while waiting and not stop.is_set():
+                    while not (waiting[0].done() and news.empty()):
+                        if count := news.get():
+                            progress.advance(count)
+                    if not stop.is_set():
+                        yield waiting.popleft().result()
+                        begin(1)
+            except BaseException:
+                stop.set()
+                raise
+        _raise_first(waiting)
 
 
 class _Stopped(Exception):
     """Another part of the same fold failed, or was cancelled."""
 
 
-def _side_by_side(
-    fold: Fold[Partial], parts: Sequence[Sequence[ShardRange]], progress: LateProgress
-) -> list[Partial]:
-    """The partial result of each part; progress is told by this thread, which may cancel."""
-    news: SimpleQueue[float | None] = SimpleQueue()
-    stop = Event()
-
-    def report(count: float) -> None:
-        if stop.is_set():
-            raise _Stopped
-        news.put(count)
-
-    def work(part: Sequence[ShardRange]) -> Partial:
-        try:
-            partial = fold.start()
-            with reporting(report):
-                for shard in part:
-                    partial = fold.fold(partial, shard)
-            return partial
-        except BaseException:
-            stop.set()
-            raise
-        finally:
-            news.put(None)
-
-    with progress, ThreadPoolExecutor(len(parts), thread_name_prefix="dualform-fold") as pool:
-        futures = [pool.submit(copy_context().run, work, part) for part in parts]
-        try:
-            for _ in parts:
-                while (count := news.get()) is not None:
-                    progress.advance(count)
-        except BaseException:
-            stop.set()
-            raise
-    raise_first(futures)
-    return [future.result() for future in futures]
-
-
-def raise_first(futures: Sequence[Future[Partial]]) -> None:
+def _raise_first(futures: deque[Future[Partial]]) -> None:
     """Raises what went wrong first in the order of time, not what was stopped because of it."""
     errors = [future.exception() for future in futures]
     for error in errors:
@@ -118,11 +125,32 @@ def raise_first(futures: Sequence[Future[Partial]]) -> None:
             raise error
 
 
-def _progress(fold: Fold[Partial], shards: Sequence[ShardRange]) -> LateProgress:
+def _one_by_one(
+    fold: Fold[Partial], parts: Sequence[Sequence[ShardRange]], progress: LateProgress
+) -> Iterator[Partial]:
+    """The partial result of each part."""
+    for part in parts:
+        with reporting(progress.advance):
+            partial = fold_all(fold, part, fold.start())
+        yield partial
+
+
+def fold_all(fold: Fold[Partial], shards: Sequence[ShardRange], partial: Partial) -> Partial:
+    """A partial result, and some shards more, one after the other."""
+    for shard in shards:
+        partial = fold.fold(partial, shard)
+    return partial
+
+
+def fold_progress(fold: Fold[Partial], shards: Sequence[ShardRange]) -> LateProgress:
     """How far a fold is, in steps of each stream."""
-    steps = sum(s.steps for s in shards for stream in fold.streams if s.holds(stream))
     name = fold.streams[0] if len(fold.streams) == 1 else f"{len(fold.streams)} layers"
-    return LateProgress(name, steps)
+    return LateProgress(name, steps_read(fold, shards))
+
+
+def steps_read(fold: Fold[Partial], shards: Sequence[ShardRange]) -> int:
+    """How many steps a fold reads of all its streams together."""
+    return sum(s.steps for s in shards for stream in fold.streams if s.holds(stream))
 
 
 def _processors() -> int:

@@ -1,0 +1,68 @@
+"""What the processes of a cluster do: fold a part of a run, or merge what parts gave."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from dualform.errors import ClusterError, DualformError
+from dualform.read.engine.interface import Fold
+from dualform.read.engine.parts import in_tree
+from dualform.read.engine.shards import ShardRange
+from dualform.version import __version__
+
+
+def fold_part(
+    sent: Sequence[Any], begin: int, end: int, threads: int, version: str
+) -> tuple[None, Any]:
+    """News that a part is folded, which are small, and its partial result.
+
+    Args:
+        sent: one reference to the fold and all shards, fetched once the version is known to be
+            the same: other versions may have other classes.
+    """
+    check_version(version)
+    torch.set_num_threads(threads)
+    fold, shards = import_module("ray").get(sent[0])
+    partial = fold.start()
+    for shard in shards[begin:end]:
+        partial = fold_shard(fold, partial, shard)
+    return None, partial
+
+
+def merge_partials(sent: Sequence[Any], *partials: Any) -> Any:
+    """The partial results of neighbors as one."""
+    fold, _ = import_module("ray").get(sent[0])
+    return in_tree(fold.merge, partials)
+
+
+def check_version(version: str) -> None:
+    """Refuses what another version of dualform sends."""
+    if version != __version__:
+        raise ClusterError(
+            f"the node '{platform.node()}' has dualform {__version__}, and {version} asks: install "
+            f"the same on all machines, pip install dualform=={version}."
+        )
+
+
+def fold_shard(fold: Fold[Any], partial: Any, shard: ShardRange) -> Any:
+    """A partial result and a shard more; an error says which shard, and on which node."""
+    path, where = shard.shard.path, f"on the node '{platform.node()}'"
+    if not path.parent.is_dir():
+        raise ClusterError(
+            f"there is no folder '{path.parent}' {where}: every machine of the cluster must see "
+            f"the run at '{path.parent.parent}', such as on a shared file system."
+        )
+    try:
+        return fold.fold(partial, shard)
+    except DualformError as error:  # of the same type as if it were read here
+        error.args = (f"{error} It was the shard '{path}' {where}.",)
+        raise
+    except Exception as error:
+        raise ClusterError(
+            f"the shard '{path}' could not be read {where}: {type(error).__name__}: {error}."
+        ) from error

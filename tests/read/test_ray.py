@@ -1,0 +1,309 @@
+"""Reading on a Ray cluster of three nodes: the same bits as here, whatever dies meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.read.engine_runs import STEPS, Made, answers, offered, recorded
+
+import dualform
+from dualform.errors import ClusterError, CorruptError, ReadingError
+from dualform.ledger import Ledger
+from dualform.read.engine import Engine, Fold, Ray, ShardRange, Threads
+from dualform.read.engine.remote import check_version
+from dualform.read.progress import watched
+from dualform.read.timeline import EpochSamples
+
+ray = pytest.importorskip("ray", reason="it needs the extra 'ray'")
+pytestmark = [
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
+]
+NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
+NOTICED = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+"""How soon a cluster notices that a node is gone; by default after some 15 seconds."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three nodes on this machine, each with a processor."""
+    from ray.cluster_utils import Cluster
+
+    usual = dict(os.environ)
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    head = {**NODE, "include_dashboard": False, "_system_config": NOTICED}
+    started = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(2):
+        started.add_node(**NODE)
+    os.environ["RAY_ADDRESS"] = started.address
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield started
+    ray.shutdown()
+    started.shutdown()
+    os.environ.clear()
+    os.environ |= usual
+
+
+@pytest.fixture(scope="module")
+def engine(cluster: Any) -> Ray:
+    made = dualform.engine("ray", address=cluster.address, part_bytes=1)
+    assert isinstance(made, Ray)
+    assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 3
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    path = tmp_path_factory.mktemp("ray") / "run"
+    return path, *recorded("SGD, Nesterov", path)
+
+
+def shards_of(made: Made) -> list[ShardRange]:
+    return ShardRange.of(Ledger(made[0]), 1, STEPS)
+
+
+def asked(engine: Engine, made: Made, read: str) -> Any:
+    path, model, x = made
+    return answers(dualform.open(path, engine=engine), model, x, read)
+
+
+def test_every_read_gives_the_bits_of_this_process(engine: Ray, made: Made) -> None:
+    for read in offered("SGD, Nesterov"):
+        assert np.array_equal(
+            asked(engine, made, read), asked(Threads(1, part_bytes=1), made, read)
+        ), read
+
+
+def test_what_is_replayed_has_the_same_bits(engine: Ray, tmp_path: Path) -> None:
+    made = (tmp_path / "run", *recorded("AdamW, amsgrad", tmp_path / "run"))
+    for read in ("audit", "spotlight", "explain"):
+        assert np.array_equal(
+            asked(engine, made, read), asked(Threads(1, part_bytes=1), made, read)
+        ), read
+
+
+# What dies
+
+
+@dataclass(frozen=True)
+class Interrupted(Fold[Any]):
+    """Another fold, whose process is killed, or waits for the end of its node, some times."""
+
+    fold_of: Fold[Any]
+    folder: Path
+    """Where each interruption leaves a file that names the node."""
+    how: str
+    times: int = 1
+    spared: str = field(default_factory=lambda: str(ray.get_runtime_context().get_node_id()))
+    """The node of the process that asks."""
+
+    @property
+    def streams(self) -> Sequence[str]:
+        return self.fold_of.streams
+
+    def start(self) -> Any:
+        return self.fold_of.start()
+
+    def fold(self, partial: Any, shard: ShardRange) -> Any:
+        node = ray.get_runtime_context().get_node_id()
+        if node != self.spared:
+            for number in range(self.times):
+                with suppress(FileExistsError), (self.folder / f"{number}").open("x") as file:
+                    file.write(node)
+                    file.flush()
+                    if self.how == "process":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    time.sleep(600)
+        return self.fold_of.fold(partial, shard)
+
+    def merge(self, one: Any, other: Any) -> Any:
+        return self.fold_of.merge(one, other)
+
+
+class Interrupting(Ray):
+    """Interrupts the first fold over all of a run that a read makes."""
+
+    def __init__(self, folder: Path, how: str) -> None:
+        super().__init__(part_bytes=1)
+        self._folder, self._how = folder, how
+
+    def reduce(self, fold: Any, shards: Any, onto: Any = None) -> Any:
+        whole = sum(shard.steps for shard in shards) == STEPS
+        if whole and not any(self._folder.iterdir()):
+            fold = Interrupted(fold, self._folder, self._how)
+        return super().reduce(fold, shards, onto)
+
+
+def test_a_killed_process_is_replaced(engine: Ray, made: Made, tmp_path: Path) -> None:
+    found = asked(Interrupting(tmp_path, "process"), made, "rows")
+    assert np.array_equal(found, asked(Threads(1, part_bytes=1), made, "rows"))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.long
+def test_a_part_whose_processes_always_die_is_given_up(
+    engine: Ray, made: Made, tmp_path: Path
+) -> None:
+    with pytest.raises(ClusterError, match=f"(?s)the shards from '{made[0]}.*after 3 more tries"):
+        engine.reduce(Interrupted(Steps(), tmp_path, "process", times=99), shards_of(made))
+    assert len(list(tmp_path.iterdir())) >= 4
+
+
+def test_the_parts_of_a_node_that_is_gone_are_read_elsewhere(
+    cluster: Any, engine: Ray, made: Made, tmp_path: Path
+) -> None:
+    """What it had read is lost with it."""
+    expected = asked(Threads(1, part_bytes=1), made, "spotlight")
+    removed, answered = list[str](), threading.Event()
+
+    def remove() -> None:
+        while not (removed or answered.wait(0.05)):
+            named = "".join(marker.read_text() for marker in tmp_path.iterdir())
+            for node in [node for node in cluster.worker_nodes if node.node_id == named]:
+                cluster.remove_node(node, allow_graceful=False)
+                removed.append(named)
+
+    remover = threading.Thread(target=remove)
+    remover.start()
+    try:
+        found = asked(Interrupting(tmp_path, "node"), made, "spotlight")
+    finally:
+        answered.set()
+        remover.join()
+    cluster.add_node(**NODE)
+    assert len(removed) == 1
+    assert np.array_equal(found, expected)
+
+
+# Progress, cancelling, errors
+
+
+@dataclass(frozen=True)
+class Steps(Fold[int]):
+    """Counts steps; fails, or waits, at one of them."""
+
+    fails: int = 0
+    waits: int = 0
+
+    streams = ("mix",)
+
+    def start(self) -> int:
+        return 0
+
+    def fold(self, partial: int, shard: ShardRange) -> int:
+        if shard.first <= self.fails <= shard.last:
+            raise ZeroDivisionError("a number that is 0")
+        if shard.first <= self.waits <= shard.last:
+            time.sleep(600)
+        return partial + shard.steps
+
+    def merge(self, one: int, other: int) -> int:
+        return one + other
+
+
+def test_an_error_names_its_shard(engine: Ray, made: Made) -> None:
+    shards = shards_of(made)
+    assert engine.reduce(Steps(), shards) == STEPS
+    for step in (1, STEPS):
+        path = next(s for s in shards if s.first <= step <= s.last).shard.path
+        expected = f"the shard '{path}' could not be read on the node '.*': ZeroDivisionError: a n"
+        with pytest.raises(ClusterError, match=expected):
+            engine.reduce(Steps(fails=step), shards)
+
+
+def test_a_damaged_shard_is_the_error_it_is_here(engine: Ray, tmp_path: Path) -> None:
+    made = (tmp_path / "run", *recorded("SGD, Nesterov", tmp_path / "run"))
+    fold, shards = EpochSamples(("mix",)), shards_of(made)
+    assert all(map(fold.reads, shards))  # they are opened here, while nothing is wrong with them
+    damaged = shards[1].shard
+    with damaged.path.open("r+b") as file:
+        file.truncate(damaged.record["bytes"] - 1)
+    with pytest.raises(CorruptError, match=f"'{damaged.path}' has .* its log says .* on the node"):
+        engine.reduce(fold, shards)
+
+
+def test_progress_is_told_by_the_thread_that_asked(engine: Ray, made: Made) -> None:
+    news: list[tuple[str, float, int]] = []
+    path, model, x = made
+    reading = dualform.open(path, engine=engine).spotlight(model, x[:1]).last
+    with watched(lambda doing, share: news.append((doing, share, threading.get_ident()))):
+        reading.samples()
+    assert {doing for doing, _, _ in news} == {"reading mix"}
+    shares = [share for _, share, _ in news]
+    assert shares == sorted(shares)
+    assert shares[-1] == pytest.approx(1.0)
+    assert len(set(shares)) >= len(shards_of(made))
+    assert {thread for _, _, thread in news} == {threading.get_ident()}
+
+
+def test_a_watcher_can_cancel(engine: Ray, made: Made) -> None:
+    """Also while nothing comes to an end; the processors are free then."""
+
+    def cancel(doing: str, share: float) -> None:
+        raise KeyboardInterrupt
+
+    with watched(cancel), pytest.raises(KeyboardInterrupt):
+        engine.reduce(Steps(waits=STEPS), shards_of(made))
+    assert engine.reduce(Steps(), shards_of(made)) == STEPS
+
+
+# What is refused
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a path that is another one in each process")
+def test_a_folder_that_others_do_not_see(
+    engine: Ray, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(made[0].parent)
+    run = dualform.open("/proc/self/cwd/run", engine=engine)
+    expected = (
+        "there is no folder '/proc/self/cwd/run/.*every machine of the cluster must see the run"
+    )
+    with pytest.raises(ClusterError, match=expected):
+        run.suspicion()
+
+
+def test_a_path_may_be_relative(engine: Ray, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = dualform.open(made[0]).suspicion().values
+    monkeypatch.chdir(made[0].parent)
+    found = dualform.open("run", engine=engine).suspicion().values
+    assert np.abs(found - expected).max() <= 1e-12 * expected.max()
+
+
+def test_what_is_not_there_is_refused_in_words(engine: Ray, made: Made) -> None:
+    with pytest.raises(ReadingError, match=r"no engine 'dask'; there are 'threads' and 'ray'\."):
+        dualform.open(made[0], engine="dask")
+    with pytest.raises(ClusterError, match=r"is connected to the Ray cluster at .*ray\.shutdown"):
+        dualform.engine("ray", address="10.0.0.1:6379")
+    with pytest.raises(ClusterError, match=r"no node .* has 64 processors for a task; the 3 nodes"):
+        Ray(cpus=64, part_bytes=1).reduce(Steps(), shards_of(made))
+    with pytest.raises(ClusterError, match=r"has dualform .*, and 0\.0 asks: install the same on"):
+        check_version("0.0")
+    with pytest.raises(ReadingError, match="computes on processors, and device='cuda' was given"):
+        engine.reduce(OnGpu(), shards_of(made))
+
+
+class OnGpu(Steps):
+    device = "cuda"
+
+
+CONNECTING = """
+import sys
+{first}
+import dualform
+try:
+    dualform.engine("ray", address={address!r})
+except dualform.DualformError as error:
+    print(error)
+"""
