@@ -191,10 +191,10 @@ def test_the_parts_of_a_node_that_is_gone_are_read_elsewhere(
 
 @dataclass(frozen=True)
 class Steps(Fold[int]):
-    """Counts steps; fails, or waits, at one of them."""
+    """Counts steps; fails at one of them, or waits for a file."""
 
     fails: int = 0
-    waits: int = 0
+    waits: Path | None = None
 
     streams = ("mix",)
 
@@ -204,8 +204,8 @@ class Steps(Fold[int]):
     def fold(self, partial: int, shard: ShardRange) -> int:
         if shard.first <= self.fails <= shard.last:
             raise ZeroDivisionError("a number that is 0")
-        if shard.first <= self.waits <= shard.last:
-            time.sleep(600)
+        while self.waits is not None and not self.waits.exists():
+            time.sleep(0.05)
         return partial + shard.steps
 
     def merge(self, one: int, other: int) -> int:
@@ -247,14 +247,18 @@ def test_progress_is_told_by_the_thread_that_asked(engine: Ray, made: Made) -> N
     assert {thread for _, _, thread in news} == {threading.get_ident()}
 
 
-def test_a_watcher_can_cancel(engine: Ray, made: Made) -> None:
-    """Also while nothing comes to an end; the processors are free then."""
+def test_a_watcher_can_cancel(engine: Ray, made: Made, tmp_path: Path) -> None:
+    """Also while nothing ends; what has begun ends by itself, and nothing else begins."""
+    told: list[float] = []
 
     def cancel(doing: str, share: float) -> None:
+        told.append(share)
         raise KeyboardInterrupt
 
     with watched(cancel), pytest.raises(KeyboardInterrupt):
-        engine.reduce(Steps(waits=STEPS), shards_of(made))
+        engine.reduce(Steps(waits=tmp_path / "go on"), shards_of(made))
+    assert told == [0]
+    (tmp_path / "go on").touch()
     assert engine.reduce(Steps(), shards_of(made)) == STEPS
 
 

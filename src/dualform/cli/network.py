@@ -24,7 +24,7 @@ from dualform.read.ask import Question, ask
 
 def whole_network(command: Any) -> Any:
     """What explain and influence are told."""
-    options = [
+    options: list[Any] = [
         click.option("--model", required=True, help=MODEL),
         click.option(
             "--input", "inputs", type=click.Path(path_type=Path), required=True, help=INPUT

@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ SMALL_BYTES = 1 << 20
 """How large a partial result is at most so that a task merges more than two."""
 REACHED_SECONDS = 10.0
 """How long to wait for an answer from an address; Ray itself would try for minutes."""
+AHEAD = 2
+"""How many tasks are sent to each processor: one that runs, and one that can begin after it."""
 PATIENCE = 0.2
 """Seconds after which whoever watches is told again, and may cancel."""
 
@@ -60,6 +64,9 @@ class Ray(Engine):
     ) -> None:
         self._ray = _connected(address)
         self._cpus, self._part_bytes = cpus, part_bytes
+        task = {"num_cpus": cpus, "max_retries": RETRIES}
+        self._fold = self._ray.remote(num_returns=2, **task)(fold_part)
+        self._merge = self._ray.remote(**task)(merge_partials)
 
     def reduce(
         self, fold: Fold[Partial], shards: Sequence[ShardRange], onto: Partial | None = None
@@ -88,38 +95,37 @@ class Ray(Engine):
         shards: Sequence[ShardRange],
         parts: Sequence[Sequence[ShardRange]],
     ) -> Partial:
-        """The result of the parts: folded by tasks, whose results other tasks merge."""
-        sent = [self._ray.put((fold, list(shards)))]
-        slots, at, tasks = self._slots(), 0, list[tuple[Any, Any]]()
-        for number, part in enumerate(parts):
-            task = self._task(fold_part, slots[number * len(slots) // len(parts)], returns=2)
-            tasks.append(task(sent, at, at + len(part), self._cpus, __version__))
-            at += len(part)
-        partials, every = [partial for _, partial in tasks], [news for news, _ in tasks]
-        together = TOGETHER if fold.partial_bytes <= SMALL_BYTES else 2
-        while len(partials) > 1:
-            groups = [partials[at : at + together] for at in range(0, len(partials), together)]
-            merge = self._task(merge_partials, slots[0])
-            partials = [merge(sent, *group) for group in groups]
-            every += partials
-        news = {done: part for (done, _), part in zip(tasks, parts, strict=True)}
-        try:
-            with fold_progress(fold, shards) as progress:
-                while news:
-                    for done in self._finished([*news], progress):
-                        part = news.pop(done)
-                        self._get(done, part)
-                        progress.advance(steps_read(fold, part))
-                while not self._finished(partials, progress):
-                    pass
-                merged: Partial = self._get(partials[0], shards)
-                return merged
-        except BaseException:
-            for task in every:
-                self._ray.cancel(task)
-            raise
+        """The result of the parts; progress is told part by part, by this thread.
 
-    def _finished(self, tasks: list[Any], progress: LateProgress) -> list[Any]:
+        Whoever watches may cancel: then no other part begins, and those that have begun are not
+        waited for. They are not cancelled, since `ray.cancel` ends the process that asks if a task
+        comes to its end at the same moment (Ray 2.60).
+        """
+        sent = [self._ray.put((fold, list(shards)))]  # in a list: see `fold_part`
+        together = TOGETHER if fold.partial_bytes <= SMALL_BYTES else 2
+        tree = _Tree(len(parts), together, lambda group: self._merge.remote(sent, *group))
+        queue = _Queue(len(parts), self._slots())
+        begins = [0, *accumulate(map(len, parts))]
+        running: dict[Any, tuple[int, str, Any]] = {}
+        with fold_progress(fold, shards) as progress:
+            while running or queue.waiting:
+                for number, node in queue.begin():
+                    task = self._fold.options(scheduling_strategy=self._on(node))
+                    between = begins[number : number + 2]
+                    news, partial = task.remote(sent, *between, self._cpus, __version__)
+                    running[news] = (number, node, partial)
+                for news in self._ended([*running], progress):
+                    number, node, partial = running.pop(news)
+                    self._get(news, parts[number])
+                    tree.add(number, partial)
+                    queue.end(node)
+                    progress.advance(steps_read(fold, parts[number]))
+            while not self._ended([tree.root], progress):
+                pass
+            merged: Partial = self._get(tree.root, shards)
+            return merged
+
+    def _ended(self, tasks: list[Any], progress: LateProgress) -> list[Any]:
         """The tasks that have ended after a while; whoever watches may cancel."""
         ended, _ = self._ray.wait(tasks, timeout=PATIENCE, fetch_local=False)
         if not ended:
@@ -136,22 +142,16 @@ class Ray(Engine):
         except self._ray.exceptions.RayError as error:
             raise _failed(error, shards) from error
 
-    def _task(self, function: Callable[..., Any], node: str, returns: int = 1) -> Any:
-        """A function to be called on a node, or elsewhere if that is gone."""
+    def _on(self, node: str) -> Any:
+        """On a node, or elsewhere if that is gone."""
         strategies = import_module("ray.util.scheduling_strategies")
-        remote = self._ray.remote(function).options(
-            num_cpus=self._cpus,
-            num_returns=returns,
-            max_retries=RETRIES,
-            scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node, soft=True),
-        )
-        return remote.remote
+        return strategies.NodeAffinitySchedulingStrategy(node, soft=True)
 
     def _slots(self) -> list[str]:
         """The nodes by their names, each once for every task that it can do at a time.
 
-        Parts are handed out in this order, the same for each question: so a node reads what it has
-        read before, and has it in memory.
+        The order is the same for each question: so a node reads what it has read before, and its
+        system has that in memory.
         """
         nodes = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
         processors = {name: nodes[name]["Resources"].get("CPU", 0) for name in sorted(nodes)}
@@ -162,6 +162,84 @@ class Ray(Engine):
                 f"{len(nodes)} nodes have {', '.join(f'{own:g}' for own in processors.values())}."
             )
         return slots
+
+
+class _Queue:
+    """Which part begins where, as soon as its node has room: its own, or one that a slower has.
+
+    >>> queue = _Queue(7, ["a", "b"])
+    >>> queue.begin()
+    [(0, 'a'), (1, 'a'), (4, 'b'), (5, 'b')]
+    >>> queue.end("b"), queue.end("b"), queue.begin(), queue.waiting
+    (None, None, [(6, 'b'), (3, 'b')], True)
+    """
+
+    def __init__(self, parts: int, slots: Sequence[str]) -> None:
+        self._own = {node: deque[int]() for node in slots}
+        for number in range(parts):
+            self._own[slots[number * len(slots) // parts]].append(number)
+        self._room = {node: AHEAD * slots.count(node) for node in self._own}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some parts have not begun."""
+        return any(self._own.values())
+
+    def begin(self) -> list[tuple[int, str]]:
+        """The parts that begin now, and on which nodes."""
+        begun = []
+        for node, own in self._own.items():
+            while self._room[node] and own:
+                begun.append((own.popleft(), node))
+                self._room[node] -= 1
+        while self.waiting and max(self._room.values()):
+            node = max(self._room, key=lambda node: self._room[node])
+            begun.append((max(self._own.values(), key=len).pop(), node))
+            self._room[node] -= 1
+        return begun
+
+    def end(self, node: str) -> None:
+        """A part has ended there."""
+        self._room[node] += 1
+
+
+class _Tree:
+    """Merges the partial results of neighbors as they come, in the order of `in_tree`.
+
+    >>> tree = _Tree(3, 2, lambda group: "({} {})".format(*group))
+    >>> for number in (2, 1, 0):
+    ...     tree.add(number, f"{number}")
+    >>> tree.root
+    '((0 1) 2)'
+
+    Args:
+        together: how many are merged at a time; a power of 2.
+    """
+
+    def __init__(self, parts: int, together: int, merge: Callable[[list[Any]], Any]) -> None:
+        self._together, self._merge = together, merge
+        self._held: dict[tuple[int, int], Any] = {}
+        """By level and number."""
+        self._counts = [parts]
+        while self._counts[-1] > 1:
+            self._counts.append(-(-self._counts[-1] // together))
+
+    @property
+    def root(self) -> Any:
+        """All of them, once all have come."""
+        return self._held[len(self._counts) - 1, 0]
+
+    def add(self, number: int, partial: Any) -> None:
+        """One that has come; merged with its neighbors if they have come before."""
+        for level, count in enumerate(self._counts):
+            self._held[level, number] = partial
+            first = number - number % self._together
+            group = [(level, at) for at in range(first, min(first + self._together, count))]
+            if count == 1 or not all(key in self._held for key in group):
+                return
+            partials = [self._held.pop(key) for key in group]
+            partial = partials[0] if len(partials) == 1 else self._merge(partials)
+            number //= self._together
 
 
 def _failed(error: Exception, shards: Sequence[ShardRange]) -> ClusterError:
