@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.ledger import WIDTH, make_blocks, write_ledger
 from benchmarks.timing import compare
-from dualform.read import open_run
+from dualform.read import Run, open_run
 from dualform.read.queries import LayerQueries
 from dualform.read.spotlight import Reading
 from dualform.read.unrecorded import Unrecorded
@@ -35,6 +35,16 @@ def in_memory(keys: Tensor, values: Tensor, queries: Tensor, units: Tensor) -> C
     return read
 
 
+def ask(run: Run, queries: Tensor, units: Tensor) -> Reading:
+    """The layer's outputs for some inputs, one unit of each."""
+    count = len(queries)
+    directions = torch.nn.functional.one_hot(units, WIDTH).double()
+    nothing = Unrecorded.nothing(count, WIDTH)
+    names = [str(i) for i in range(count)]
+    asked = LayerQueries(names, queries, torch.zeros(count, WIDTH), nothing)
+    return Reading("fc", asked, directions, [""] * count, run.source)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -49,13 +59,8 @@ def main() -> None:
             block.arrays["fc/keys"] = [torch.randn(4000, WIDTH)]
         write_ledger(folder / "run", blocks, 16)
         run = open_run(folder / "run", options.device)
-        queries = torch.randn(QUERIES, WIDTH)
-        units = torch.arange(QUERIES) % WIDTH
-        directions = torch.nn.functional.one_hot(units, WIDTH).double()
-        nothing = Unrecorded.nothing(QUERIES, WIDTH)
-        names = [str(i) for i in range(QUERIES)]
-        asked = LayerQueries(names, queries, torch.zeros(QUERIES, WIDTH), nothing)
-        reading = Reading("fc", asked, directions, [""] * QUERIES, run.source)
+        queries, units = torch.randn(QUERIES, WIDTH), torch.arange(QUERIES) % WIDTH
+        reading = ask(run, queries, units)
         keys = torch.cat([block.arrays["fc/keys"][0] for block in blocks]).to(options.device)
         values = torch.cat([block.arrays["fc/values"][0] for block in blocks]).to(options.device)
         plain = in_memory(keys, values, queries.to(options.device), units.to(options.device))

@@ -9,15 +9,17 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from tests.read.engine_runs import STEPS, Made, answers, offered, recorded
 
 import dualform
+from dualform.cli import cli
 from dualform.errors import ClusterError, CorruptError, ReadingError
 from dualform.ledger import Ledger
 from dualform.read.engine import Engine, Fold, Ray, ShardRange, Threads
@@ -33,6 +35,17 @@ pytestmark = [
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 NOTICED = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 """How soon a cluster notices that a node is gone; by default after some 15 seconds."""
+
+
+def test_what_cannot_be_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before this process is connected to a cluster."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for address, why in (("127.0.0.1:1", "refused"), ("nonsense", "Invalid"), ("auto", "find any")):
+        with pytest.raises(ClusterError, match=f"address='{address}': .*{why}.*ray start --head"):
+            dualform.engine("ray", address=address)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ReadingError, match=r'Ray, which is not installed: pip install "dualform\['):
+        dualform.engine("ray")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +72,7 @@ def cluster() -> Iterator[Any]:
 def engine(cluster: Any) -> Ray:
     made = dualform.engine("ray", address=cluster.address, part_bytes=1)
     assert isinstance(made, Ray)
-    assert len({node["NodeID"] for node in ray.nodes() if node["Alive"]}) == 3
+    assert made.speedup == 3
     return made
 
 
@@ -91,6 +104,46 @@ def test_what_is_replayed_has_the_same_bits(engine: Ray, tmp_path: Path) -> None
         assert np.array_equal(
             asked(engine, made, read), asked(Threads(1, part_bytes=1), made, read)
         ), read
+
+
+class Order(Fold[str]):
+    """Says what was merged with what."""
+
+    streams = ("mix",)
+
+    def start(self) -> str:
+        return ""
+
+    def fold(self, partial: str, shard: ShardRange) -> str:
+        return f"{partial} {shard.first}"
+
+    def merge(self, one: str, other: str) -> str:
+        return f"({one}{other})"
+
+
+@pytest.mark.parametrize("small", [1 << 20, -1])
+def test_results_are_merged_in_the_same_order(
+    engine: Ray, made: Made, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight of them by a task, or two."""
+    monkeypatch.setattr("dualform.read.engine.cluster.SMALL_BYTES", small)
+    steps = [
+        replace(shard, first=step, last=step)
+        for shard in shards_of(made)
+        for step in range(shard.first, shard.last + 1)
+    ]
+    expected = Threads(1, part_bytes=1).reduce(Order(), steps)
+    assert expected.startswith("(((( 1 2)( 3 4))(( 5 6)( 7 8)))")
+    assert engine.reduce(Order(), steps) == expected
+
+
+def test_the_command_line_asks_the_cluster(cluster: Any, engine: Ray, made: Made) -> None:
+    def printed(*options: str) -> Any:
+        found = CliRunner().invoke(cli, ["audit", str(made[0]), "--json", *options])
+        return found.output if found.exception is None else found.exception
+
+    assert printed("--engine", "ray", "--address", cluster.address) == printed()
+    assert "give it with --engine ray" in str(printed("--address", cluster.address))
 
 
 # What dies

@@ -57,7 +57,8 @@ class Questions:
         accounting = self.source.accounting
         asked = [book for book in (books or self.source.ledger.info.books) if book.terms]
         queries = len(next(iter(self.directions.values())))
-        if accounting.turns or work_of(accounting, grouping, asked).row_by_row(queries):
+        speedup, work = accounting.reader.engine.speedup, work_of(accounting, grouping, asked)
+        if accounting.turns or work.row_by_row(queries, speedup):
             return row_sums(accounting, self.directions, grouping, asked)
         found = times(SamplesMatrix(accounting, grouping, asked), self.directions)
         return {name: part.numpy() for name, part in found.items()}

@@ -68,6 +68,11 @@ class Ray(Engine):
         self._fold = self._ray.remote(num_returns=2, **task)(fold_part)
         self._merge = self._ray.remote(**task)(merge_partials)
 
+    @property
+    def speedup(self) -> float:
+        """How many processors fold, for each that torch uses in this process."""
+        return max(1.0, len(self._slots()) * self._cpus / torch.get_num_threads())
+
     def reduce(
         self, fold: Fold[Partial], shards: Sequence[ShardRange], onto: Partial | None = None
     ) -> Partial:
@@ -86,7 +91,7 @@ class Ray(Engine):
     def reduce_blocks(
         self, fold: BlockFold[Block], shards: Sequence[ShardRange]
     ) -> Iterator[Block]:
-        """By the process that asked: to send blocks takes longer than to make them."""
+        """Made by this process: to send blocks takes longer than to make them."""
         return fold.blocks(shards)
 
     def _reduced(

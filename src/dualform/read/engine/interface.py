@@ -70,6 +70,11 @@ class BlockFold(ABC, Generic[Block]):
 class Engine(ABC):
     """Who folds: it decides how shards are partitioned and where each part is folded."""
 
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as this process it folds; blocks are made by this process."""
+        return 1.0
+
     @abstractmethod
     def reduce(
         self, fold: Fold[Partial], shards: Sequence[ShardRange], onto: Partial | None = None

@@ -53,6 +53,8 @@ class Work:
     >>> work = Work(row_bytes=4e9, products=1e11, parameters=1e5, groups=60_000)
     >>> work.row_by_row(queries=2), work.row_by_row(queries=500)
     (True, False)
+    >>> work.row_by_row(queries=500, speedup=16)  # by a cluster; the matrix is made by one process
+    True
     """
 
     row_bytes: float
@@ -66,9 +68,13 @@ class Work:
     scans: float = 1.0
     """How often all rows are read to make the matrix."""
 
-    def row_by_row(self, queries: int) -> bool:
-        """Whether to ask every row costs less than to make the matrix and to ask that."""
-        return self.by_rows(queries).total <= self.by_matrix(queries).total
+    def row_by_row(self, queries: int, speedup: float = 1.0) -> bool:
+        """Whether to ask every row costs less than to make the matrix and to ask that.
+
+        Args:
+            speedup: how many times as fast rows are asked as the matrix is made.
+        """
+        return self.by_rows(queries).total <= speedup * self.by_matrix(queries).total
 
     def by_rows(self, queries: int) -> Cost:
         """Every query multiplies every row; operators are applied to the queries."""
