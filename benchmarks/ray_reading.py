@@ -1,14 +1,16 @@
 """Reading on Ray against reading in this process: `python -m benchmarks.ray_reading`.
 
+With `OMP_NUM_THREADS=1`, so that each process and thread computes on one core.
+
 The 100 rows that matter most for 64 queries, and the sums of 4,000 samples, of runs of several
 sizes in the page cache:
 
-- by a cluster of three nodes on this machine, against this process on one core and on all: what a
+- by a cluster of three nodes on this machine, against one thread and one for each core: what a
   query costs beyond the work (a run of a few kilobytes), and from which size on Ray is faster;
 - of the largest run by 1, 2, 4, … processes: is it linear in processes? And the most memory that
   any process of the cluster took.
 
-A machine with many cores: `--processes 1 2 4 8 16 --megabytes 64 256 1024 4096`.
+A machine with many cores: `--processes 1 2 4 8 16 --megabytes 128 512 2048 8192`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from dualform.read import open_run
 from dualform.read.engine import Engine, Ray, Threads
 from dualform.read.grouping import BySample
 
-QUERIES, TOP, PER_STEP, STEPS_PER_SHARD = 64, 100, 4000, 4
+QUERIES, TOP, PER_STEP, STEPS_PER_SHARD = 64, 100, 4000, 8
 STEP_BYTES = PER_STEP * WIDTH * 8
 STORE = 256 << 20
 """Bytes of each node's memory for what tasks hand on."""
@@ -96,20 +98,6 @@ def in_turns(reads: dict[str, Callable[[], object]], turns: int) -> dict[str, fl
     return {name: statistics.median(turn[name] for turn in times[1:]) for name in reads}
 
 
-def on_threads(read: Callable[[], object], count: int) -> Callable[[], object]:
-    """The same with so many threads of torch."""
-
-    def threaded() -> object:
-        usual = torch.get_num_threads()
-        torch.set_num_threads(count)
-        try:
-            return read()
-        finally:
-            torch.set_num_threads(usual)
-
-    return threaded
-
-
 def peak_memory() -> float:
     """The most MB that any process which folded has ever taken."""
     peaks = []
@@ -129,18 +117,12 @@ def against_local(runs: dict[int, Path], tiny: Path, turns: int) -> None:
             read = asks(tiny, Ray(part_bytes=1))[name], asks(tiny, Threads(1, part_bytes=1))[name]
             there, here = in_turns(dict(zip(("there", "here"), read, strict=True)), turns).values()
             print(f"{name} of {PARTS} parts of 8 kB: {1e3 * (there - here):.0f} ms more than here")
-        print("| run, MB | read | Ray, s | here on one core, s | here on all, s |")
+        print("| run, MB | read | Ray, s | one thread, s | a thread for each core, s |")
         for size, path in runs.items():
             for name in READS:
-                local = asks(path, Threads(1))[name]
-                found = in_turns(
-                    {
-                        "ray": asks(path, Ray())[name],
-                        "one": on_threads(local, 1),
-                        "all": on_threads(local, cores),
-                    },
-                    turns,
-                )
+                engines = {"ray": Ray(), "one": Threads(1), "all": Threads(cores)}
+                reads = {engine: asks(path, of)[name] for engine, of in engines.items()}
+                found = in_turns(reads, turns)
                 times = " | ".join(f"{time:.3f}" for time in found.values())
                 print(f"| {size:,} | {name} | {times} |", flush=True)
         print(f"most memory of a process that folded: {peak_memory():,.0f} MB")
@@ -161,7 +143,7 @@ def by_processes(path: Path, counts: list[int], turns: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--turns", type=int, default=5)
     options = parser.parse_args()
@@ -171,7 +153,10 @@ def main() -> None:
         runs = {size: folder / f"{size}" for size in sorted(options.megabytes)}
         for size, path in runs.items():
             steps = max(2, size * 1_000_000 // STEP_BYTES)
-            write_ledger(path, make_blocks(steps * PER_STEP, PER_STEP), STEPS_PER_SHARD)
+            blocks = make_blocks(steps * PER_STEP, PER_STEP)
+            for block in blocks:
+                block.arrays["fc/keys"] = [torch.randn(PER_STEP, WIDTH)]
+            write_ledger(path, blocks, STEPS_PER_SHARD)
         write_ledger(folder / "tiny", make_blocks(4 * PARTS, 4), 1)
         against_local(runs, folder / "tiny", options.turns)
         by_processes(runs[max(runs)], options.processes, options.turns)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from threading import get_ident
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -208,8 +208,9 @@ class AnswerSums(AnswerFold[Sums]):
 
 @dataclass(frozen=True)
 class LargestRows(AnswerFold["Largest"]):
-    """The k rows of largest size for each question."""
+    """The k rows of largest size for each question; of equal ones the earlier."""
 
+    rounds: ClassVar[bool] = False
     k: int = 1
     numbers: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     """(samples,): the stored ids that occur, sorted."""
@@ -330,7 +331,8 @@ class Largest:
         columns = [samples[at], chunk.steps[at], chunk.positions[at]]
         found = [query, contributions[at, query], *columns]
         self._kept = torch.cat([self._kept, torch.stack([f.double().cpu() for f in found], 1)])
-        if len(self._kept) > 4 * self._k * self._queries:
+        full = len(self._kept) >= self._k * self._queries and not self._floor.any()
+        if full or len(self._kept) > 4 * self._k * self._queries:
             self._prune()
 
     def joined(self, other: Largest) -> Largest:

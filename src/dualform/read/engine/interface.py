@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ class Fold(ABC, Generic[Partial]):
     """
 
     device: torch.device | str = "cpu"
+    rounds: ClassVar[bool] = True
+    """Whether sums are rounded; if not, any partition gives the same bits."""
 
     @property
     @abstractmethod

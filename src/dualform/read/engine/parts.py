@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 PARTS = 256
 """How many parts there are at most."""
-PART_BYTES = 16 << 20
-"""How large the files of a part are at least: to hand out less costs more than to read it."""
+PART_BYTES = 64 << 20
+"""How large the files of a part are at least: to hand out less costs more than it gains."""
 PARTIAL_SHARE = 8
 """How many times as large as a partial result they are at least: merging must cost little."""
 
