@@ -128,7 +128,7 @@ def test_the_message_says_what_to_do(copy: Path) -> None:
     message = (
         r"the run '.*' is damaged: '.*commits\.jsonl' is altered: the seal of line 4 does not fit "
         r"\(and 1 more\)\. Restore it from a copy; what is left of it, 7 steps, is read by "
-        r"dualform\.open\(path, damaged=True\)\."
+        r"dualform\.open\(path, damaged=True\), and copied by `dualform repair`\."
     )
     with pytest.raises(CorruptError, match=message):
         dualform.open(copy)
