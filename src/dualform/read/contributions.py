@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from threading import get_ident
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -345,6 +345,11 @@ class Largest:
         """(found, 5): query, value, sample, step, position; by query, largest first."""
         self._prune()
         return self._kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Where it is sent elsewhere: no more than k rows of each query."""
+        self._prune()
+        return vars(self)
 
     def _prune(self) -> None:
         order = torch.argsort(self._kept[:, 1].abs(), descending=True, stable=True)

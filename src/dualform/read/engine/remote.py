@@ -15,6 +15,9 @@ from dualform.read.engine.parts import in_tree
 from dualform.read.engine.shards import ShardRange
 from dualform.version import __version__
 
+_asked: dict[str, tuple[Fold[Any], Sequence[ShardRange]]] = {}
+"""What this process was asked last, by the name of its reference."""
+
 
 def fold_part(
     sent: Sequence[Any], begin: int, end: int, threads: int, version: str
@@ -27,7 +30,7 @@ def fold_part(
     """
     check_version(version)
     torch.set_num_threads(threads)
-    fold, shards = import_module("ray").get(sent[0])
+    fold, shards = _question(sent)
     partial = fold.start()
     for shard in shards[begin:end]:
         partial = fold_shard(fold, partial, shard)
@@ -36,8 +39,17 @@ def fold_part(
 
 def merge_partials(sent: Sequence[Any], *partials: Any) -> Any:
     """The partial results of neighbors as one."""
-    fold, _ = import_module("ray").get(sent[0])
+    fold, _ = _question(sent)
     return in_tree(fold.merge, partials)
+
+
+def _question(sent: Sequence[Any]) -> tuple[Fold[Any], Sequence[ShardRange]]:
+    """The fold and the shards: fetched once for all parts that this process folds."""
+    name = sent[0].hex()
+    if name not in _asked:
+        _asked.clear()
+        _asked[name] = import_module("ray").get(sent[0])
+    return _asked[name]
 
 
 def check_version(version: str) -> None:
