@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 RECORDED = "recording distributed least architectures optimizers ledger reading explaining memory"
-OTHERS = "owners attention diagnose hyper ridge families explorer"
+OTHERS = "ray_reading owners attention diagnose hyper ridge families explorer"
 for name in [*RECORDED.split(), *OTHERS.split()]:
     print(f"— {name}", flush=True)
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

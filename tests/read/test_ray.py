@@ -40,7 +40,7 @@ NOTICED = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 def test_what_cannot_be_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before this process is connected to a cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    for address, why in (("127.0.0.1:1", "refused"), ("nonsense", "Invalid"), ("auto", "find any")):
+    for address, why in (("127.0.0.1:1", "refused"), ("nonsense", "Invalid")):
         with pytest.raises(ClusterError, match=f"address='{address}': .*{why}.*ray start --head"):
             dualform.engine("ray", address=address)
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -281,7 +281,7 @@ def _connected(address: str | None) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         raise ClusterError(
             f"cannot connect to a Ray cluster at address='{address}': {error}. Give the HOST:PORT "
-            "that `ray start --head` prints, and set RAY_AUTH_MODE=token where the cluster asks for "
-            "its token; or leave the address out to start a cluster on this machine."
+            "that `ray start --head` prints, and set RAY_AUTH_MODE=token if the cluster asks for a "
+            "token; or leave the address out to start a cluster on this machine."
         ) from error
     return ray
