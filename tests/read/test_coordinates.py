@@ -67,7 +67,7 @@ def test_coordinates_give_what_the_whole_matrix_gives(
     with monkeypatch.context() as patched:
         patched.setattr(matrix, "COLUMN_BYTES", 1)
         for by_rows in (True, False):
-            patched.setattr(Work, "row_by_row", lambda self, queries, by_rows=by_rows: by_rows)
+            patched.setattr(Work, "row_by_row", lambda *_, by_rows=by_rows, **__: by_rows)
             found.append(influence(tmp_path / "run", net, data))
     monkeypatch.setattr(optimizer_metric, "has_coordinates", lambda ledger, book: False)
     whole = influence(tmp_path / "run", net, data)

@@ -94,7 +94,7 @@ def test_influence_through_every_kind_of_book(
     made = recorded_case(case, "SGD, Nesterov")
     expected = made.run.influence(made.model, made.x[:2], total)
     with_little_memory(monkeypatch)
-    monkeypatch.setattr(Work, "row_by_row", lambda self, queries: by_rows)
+    monkeypatch.setattr(Work, "row_by_row", lambda *_, **__: by_rows)
     found = dualform.open(made.run.path).influence(made.model, made.x[:2], total)
     assert_close(found.values, expected.values)
 
@@ -156,7 +156,7 @@ def test_what_costs_less_is_done(
 ) -> None:
     made = known("SGD, groups")
     expected = made.run.explain(made.model, made.x[:2], 1).values
-    monkeypatch.setattr(Work, "row_by_row", lambda self, queries: cheaper == "rows")
+    monkeypatch.setattr(Work, "row_by_row", lambda *_, **__: cheaper == "rows")
     other = {"rows": "times", "matrix": "row_sums"}[cheaper]
     monkeypatch.setattr(explain, other, lambda *a: pytest.fail("costs more"))
     assert_close(made.run.explain(made.model, made.x[:2], 1).values, expected)
@@ -215,7 +215,7 @@ def test_natural_contributions_choose_too(
     with_little_memory(monkeypatch)
     for by_rows, other in ((True, "by_blocks"), (False, "row_sums")):
         with monkeypatch.context() as patch:
-            patch.setattr(Work, "row_by_row", lambda self, queries, by_rows=by_rows: by_rows)
+            patch.setattr(Work, "row_by_row", lambda *_, by_rows=by_rows, **__: by_rows)
             patch.setattr(natural, other, lambda *a: pytest.fail("costs more"))
             found = dualform.open(made.run.path).influence(made.model, made.x[:3], 1)
         assert_close(found.values, expected)
