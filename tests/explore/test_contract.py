@@ -147,7 +147,7 @@ def test_the_front_end_declares_no_answers_of_its_own() -> None:
             assert not names & set(declared.findall(path.read_text("utf-8"))), path
 
 
-DOOR = {"", ".ask", ".outputs", ".progress", ".removal", ".scores", ".display"}
+DOOR = {"", ".ask", ".outputs", ".progress", ".removal", ".scores", ".display", ".engine.names"}
 """Of `read`: its results, the door, and words; nothing that reads rows."""
 
 
