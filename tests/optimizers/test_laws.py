@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from dualform.optimizers import rule_for
 from dualform.optimizers.rule import StateRule
+from dualform.optimizers.steps import Hyper, walk_back
+from dualform.read.moves import Moment, Move, moves
 
 DECOUPLED = {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True}
 FUSED, FOREACH = {"fused": True}, {"foreach": True}
@@ -97,6 +99,53 @@ def test_replay_is_what_happened(
     name: str, options: dict[str, Any], kind: str, dtype: torch.dtype
 ) -> None:
     assert worst(name, options, kind, dtype) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", ["plain", "gaps", "any size"])
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+def test_many_steps_at_once_are_the_steps(name: str, options: dict[str, Any], kind: str) -> None:
+    """Their end, what is carried through them, and the coefficients of their gradients."""
+    torch.manual_seed(0)
+    rule = rule_for(make(name, options, [torch.zeros(1)]))
+    assert isinstance(rule, StateRule)
+    given = gradients(kind, 12, (4, 5))
+    training = train(rule, lambda p: make(name, options, p), given)
+    for start in (0, 3):
+        state = dict(training.memory[start])
+        b = state.pop(rule.buffer, torch.zeros(4, 5).double())
+        at = Moment(training.W[start], b, state)
+        work = (rule, training.hyper[start:], list(given[start:]), at)
+        found = list(moves(*work))
+        plain = rule.stretch(training.hyper[start:], state, given[start:]) is None
+        asks_for_W = options.get("weight_decay") and not options.get("decoupled_weight_decay")
+        able = name == "AdamW" or (name == "Adam" and not asks_for_W)
+        assert plain == (not able or "amsgrad" in options), "which rules can do it"
+        if plain:
+            assert [len(move.places) for move in found] == [1] * (12 - start)
+            continue
+        (move,) = found
+        ((W, b, after), one_by_one) = move.after, _one_by_one(*work)
+        last, steps = one_by_one[-1].after, [other.step for other in one_by_one]
+        assert torch.allclose(W, last.W, rtol=1e-12, atol=1e-13)
+        for part in ("step", "exp_avg_sq"):
+            assert torch.allclose(after[part], last.state[part], rtol=1e-13, atol=0)
+        shares = [*[0.0] * (len(steps) - 1), 1.0]
+        coefficients, ends = walk_back(steps, (0.0, 0.5), shares)
+        at_once, ended = walk_back([move.step], (0.0, 0.5), [1.0])
+        pairs = [*zip(at_once, coefficients, strict=True), *zip(ended, ends, strict=True)]
+        for pair in pairs:
+            one, other = (torch.as_tensor(part, dtype=torch.float64) for part in pair)
+            assert torch.allclose(one, other, rtol=1e-12, atol=1e-14)
+
+
+def _one_by_one(
+    rule: StateRule, hypers: Sequence[Hyper], gradients: Sequence[Tensor], at: Moment
+) -> list[Move]:
+    found: list[Move] = []
+    for hyper, gradient in zip(hypers, gradients, strict=True):
+        (move,) = moves(rule, [hyper], [gradient], found[-1].after if found else at)
+        found.append(move)
+    return found
 
 
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "RAdam", "Adamax"])

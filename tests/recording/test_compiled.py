@@ -192,9 +192,13 @@ def close(path: Path, other: Path, error: float = 2e-5) -> None:
 
 
 @pytest.fixture(autouse=True)
-def first_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiled model keeps the bases of its first steps; so does what it is compared with."""
+def alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model keeps the bases of its first steps; so does what it is compared with.
+
+    On a busy machine a short run lasts longer than a flush waits: files would end where it ends.
+    """
     monkeypatch.setattr("dualform.recording.bases.RENEWED", ())
+    monkeypatch.setattr("dualform.recording.schedule.FLUSH_SECONDS", float("inf"))
 
 
 def balanced(path: Path, coverage: float = 1.0, error: float = 1e-5) -> None:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dualform.optimizers.operators import Blend, Diagonal
-from dualform.optimizers.options import clock, count
+from dualform.optimizers.options import clock, count, kept
 from dualform.optimizers.rule import State, StateRule
 from dualform.optimizers.steps import DescentStep, Hyper, Pair, Step
+from dualform.optimizers.stretch import descended, running_means
 
 
 def adam_fields(*own: str) -> tuple[str, ...]:
@@ -120,6 +121,32 @@ class AdamRule(AdamLike):
         far = hyper["lr"] / (1 - beta1 ** (taken + 1))
         on_b = inverse.numbers * far if descent.coupled else Blend({inverse: far})
         return descent.transition(on_b, 0.0, keep=beta1, take=1 - beta1)
+
+    def stretch(
+        self, hypers: Sequence[Hyper], state: State, gradients: Tensor
+    ) -> tuple[Step, State] | None:
+        """Steps without coupled decay: `v` depends on the gradients alone."""
+        kinds = {id(h): DescentStep.of(h) for h in {id(h): h for h in hypers}.values()}
+        signs = {descent.sign for descent in kinds.values()}
+        coupled = any(descent.coupled for descent in kinds.values())
+        if coupled or len(signs) > 1 or any(h["amsgrad"] for h in hypers):
+            return None
+        v = state.get("exp_avg_sq", torch.zeros_like(gradients[0]))
+        squares = running_means(v, gradients.square(), tuple([h["beta2"] for h in hypers]))
+        taken = float(state.get("step", 0.0)) + len(hypers)
+        after = {**state, "step": kept(taken), "exp_avg_sq": squares[-1].clone()}
+        clocks = [clock(taken - left, h) for left, h in enumerate(reversed(hypers))][::-1]
+        firsts, seconds = (
+            [float(1 - h[beta] ** t) for h, t in zip(hypers, clocks, strict=True)]
+            for beta in ("beta1", "beta2")
+        )
+        scales = gradients.new_tensor(seconds).sqrt_()
+        eps = (gradients.new_tensor([h["eps"] for h in hypers]) * scales)[:, None]
+        inverse = squares.sqrt_().flatten(1).add_(eps).reciprocal_().view(gradients.shape)
+        far = [h["lr"] / first for h, first in zip(hypers, firsts, strict=True)]
+        rates, decays = [h["beta1"] for h in hypers], [kinds[id(h)].kept for h in hypers]
+        sizes = gradients.new_tensor(far) * scales
+        return descended(sizes, inverse, tuple(rates), decays, signs.pop()), after
 
     def along(self, hyper: Hyper, step: float, state: State) -> Pair:
         """`η / (1 - β1^t) P` along `b`."""

@@ -258,6 +258,15 @@ class StateRule(Rule):
         """The step after so many were `taken`, given the inverse of a divisor that was kept."""
         raise TypeError(f"steps of '{self.name}' depend on more than a divisor.")
 
+    def stretch(
+        self, hypers: Sequence[Hyper], state: State, gradients: Tensor
+    ) -> tuple[Step, State] | None:
+        """Some steps in a row as one, whose `gradients` are (steps, *shape).
+
+        None where a step depends on the parameter: then they are made one by one.
+        """
+        return None
+
     @abstractmethod
     def transition(
         self, hyper: Hyper, state: State, W: Tensor, b: Tensor, gradient: Tensor

@@ -109,6 +109,11 @@ class Step(ABC):
     def backward(self, r: Pair) -> tuple[Coefficient, Pair]:
         """The coefficient of this step's gradient, and `r` for the step before it."""
 
+    def coefficients(self, r: Pair) -> tuple[Sequence[Coefficient], Pair]:
+        """The coefficient of each gradient, of which a stretch of steps has many; and `r`."""
+        found, before = self.backward(r)
+        return [found], before
+
     def in_the_end(self) -> Coefficient:
         """`n_W + n_b M_Wb / (1 − M_bb)`: what becomes of a gradient if all steps are alike.
 
@@ -185,8 +190,8 @@ def walk_back(
     """
     found: list[Coefficient] = []
     for transition, share in zip(reversed(transitions), reversed(shares), strict=True):
-        coefficient, r = transition.backward((plus(r[0], share), r[1]))
-        found.append(coefficient)
+        coefficients, r = transition.coefficients((plus(r[0], share), r[1]))
+        found += reversed(coefficients)
     return found[::-1], r
 
 

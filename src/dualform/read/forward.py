@@ -21,7 +21,8 @@ from dualform.ledger import Book
 from dualform.ledger.format import BUFFER, STATE
 from dualform.optimizers import BY_ROW, Hyper, StateRule, Value, added, as_tensor
 from dualform.read.coefficients import Accounting
-from dualform.read.replay import Moment, kept_moment, replayed_gradients
+from dualform.read.moves import Moment, moves, stretches
+from dualform.read.replay import kept_moment, replayed_gradients
 from dualform.read.step_gradients import step_gradients
 
 BLOCK = 1 << 15
@@ -58,17 +59,24 @@ class Place:
     chosen: Course = NOTHING
     """What the rows of some samples have added."""
 
-    def step(self, rule: StateRule, hyper: Hyper, gradient: Tensor, chosen: Tensor | None) -> None:
-        """One step of the optimizer."""
-        W, b, state = self.at
-        step, after = rule.transition(hyper, state, W, b, gradient)
-        self.at = Moment(*step.forward(W, b, gradient), after)
-        self.initial = Course(*step.carry(*self.initial))
-        if self.gap is not NOTHING:
-            self.gap = Course(*step.carry(*self.gap))
-        if chosen is not None:
-            old = [as_tensor(value, W) for value in self.chosen]
-            self.chosen = Course(*step.forward(old[0], old[1], chosen))
+    def go(
+        self,
+        rule: StateRule,
+        hypers: Sequence[Hyper],
+        gradients: Sequence[Tensor],
+        chosen: Sequence[Tensor],
+    ) -> None:
+        """Some steps of the optimizer in a row."""
+        for places, step, _, after in moves(rule, hypers, gradients, self.at):
+            self.at = after
+            self.initial = Course(*step.carry(*self.initial))
+            if self.gap is not NOTHING:
+                self.gap = Course(*step.carry(*self.gap))
+            if chosen:
+                old = [as_tensor(value, after.W) for value in self.chosen]
+                some = [chosen[place] for place in places]
+                own = torch.stack(some) if len(some) > 1 else some[0]
+                self.chosen = Course(*step.forward(old[0], old[1], own))
 
     def restart(self, at: Moment, buffered: bool) -> None:
         """Goes on from what was kept; without a buffer there, nothing of the old one does."""
@@ -199,13 +207,17 @@ class JoinedBooks:
             by_row = [t for t in numbers if self._history.states[t - 1] == BY_ROW]
             gradients, chosen = self._gradients(by_row) if by_row else ({}, {})
             hyper = self._history.each(by_row, self._rule.fields)
+            groups = list(stretches(numbers, hyper, shares, min(self._size, self._block)))
             for at, (place, found) in enumerate(zip(places, sums, strict=True)):
-                for t in numbers:
-                    if t in hyper:
-                        some = chosen[t][at] if chosen else None
-                        place.step(self._rule, hyper[t], gradients[t][at], some)
-                    if shares[t]:
-                        found.count(place, shares[t])
+                for group in groups:
+                    if group[0] in hyper:
+                        every, some = (
+                            [by_step[t][at] for t in group] if by_step else []
+                            for by_step in (gradients, chosen)
+                        )
+                        place.go(self._rule, [hyper[t] for t in group], every, some)
+                    if shares[group[-1]]:
+                        found.count(place, shares[group[-1]])
 
     def _gradients(self, steps: Sequence[int]) -> tuple[Split, Split]:
         """What the optimizer saw at each of these steps, of all rows and of some."""

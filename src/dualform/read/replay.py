@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from dualform.optimizers import (
     History,
     Operator,
     Pair,
-    State,
     StateRule,
     Step,
     as_operator,
@@ -38,6 +37,7 @@ from dualform.optimizers import (
     walk_back,
 )
 from dualform.read.engine import RowReader
+from dualform.read.moves import Moment, moves, stretches
 from dualform.read.step_gradients import is_rounded, rounded_gradients, step_gradients
 
 COUNTS, MOST = {"step": 0, "every": 1}, 1e15
@@ -47,16 +47,10 @@ SPAN_BYTES = 256 << 20
 DAMPING = 0.1
 """Elements whose divisors are small against this part of their mean count for less."""
 
+Taken: TypeAlias = tuple[Sequence[int], Step]
+"""A step, or many as one, and the numbers of those."""
 Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, Tensor]]
 """Gradients by step, and what the sums of rows were multiplied by to be them, if by anything."""
-
-
-class Moment(NamedTuple):
-    """A parameter, its buffer, and what else the optimizer remembers of it."""
-
-    W: Tensor
-    b: Tensor
-    state: State
 
 
 class Replay:
@@ -80,22 +74,23 @@ class Replay:
 
     def back(self, first: int, last: int) -> dict[int, Operator]:
         """The coefficient of each step of a span, by its number."""
-        transitions: list[Step] = [STILL] * (last - first + 1)
+        taken: list[Taken] = [([t], STILL) for t in range(first, last + 1)]
         ratios: Mapping[int, Tensor] = {}
         if (self._history.states[first - 1 : last] == BY_ROW).any():
             gradients, ratios = self._gradients(first, last)
-            transitions, _ = self._forward(self._before(first), first, last, gradients)
-        return self._walked(transitions, first, ratios)
+            taken, _ = self._forward(self._before(first), first, last, gradients)
+        return self._walked(taken, first, ratios)
 
     def _walked(
-        self, transitions: Sequence[Step], first: int, ratios: Mapping[int, Tensor]
+        self, taken: Sequence[Taken], first: int, ratios: Mapping[int, Tensor]
     ) -> dict[int, Operator]:
         """The coefficient of each of some steps; and `r` before them."""
-        shares = self._shares[first : first + len(transitions)]
-        found, self.r = walk_back(transitions, self.r, shares)
+        shares = [self._shares[numbers[-1]] for numbers, _ in taken]
+        found, self.r = walk_back([step for _, step in taken], self.r, shares)
         if not self._history.buffers.get(first - 1, True):
             self.r = (self.r[0], 0.0)  # a recorder started here, and its optimizer had no buffer
-        numbered = [(t, H) for t, H in enumerate(found, start=first) if self._by_row(t)]
+        steps = [t for numbers, _ in taken for t in numbers]
+        numbered = [(t, H) for t, H in zip(steps, found, strict=True) if self._by_row(t)]
         factors = {t: float(self._factors[t - 1]) * ratios.get(t, 1.0) for t, _ in numbered}
         return {t: as_operator(times(H, factors[t])) for t, H in numbered}
 
@@ -117,19 +112,26 @@ class Replay:
 
     def _forward(
         self, at: Moment, first: int, last: int, gradients: Mapping[int, Tensor]
-    ) -> tuple[list[Step], Moment]:
-        """What each step did, and the state after them."""
-        W, b, state = at
-        transitions: list[Step] = []
-        for t in range(first, last + 1):
-            transition: Step = STILL
-            if self._by_row(t):
-                gradient = gradients.get(t, torch.zeros_like(W)) * float(self._factors[t - 1])
-                hyper = self._history.at(t, self._rule.fields)
-                transition, state = self._rule.transition(hyper, state, W, b, gradient)
-                W, b = transition.forward(W, b, gradient)
-            transitions.append(transition)
-        return transitions, Moment(W, b, state)
+    ) -> tuple[list[Taken], Moment]:
+        """What the steps did, and the state after them."""
+        numbers, taken = range(first, last + 1), list[Taken]()
+        hyper = self._history.each([t for t in numbers if self._by_row(t)], self._rule.fields)
+        for group in stretches(numbers, hyper, self._shares, self.book.size):
+            if group[0] not in hyper:
+                taken.append((group, STILL))
+                continue
+            hypers = [hyper[t] for t in group]
+            for move in moves(self._rule, hypers, self._seen(group, gradients, at), at):
+                taken.append(([group[place] for place in move.places], move.step))
+                at = move.after
+        return taken, at
+
+    def _seen(
+        self, steps: Sequence[int], gradients: Mapping[int, Tensor], at: Moment
+    ) -> list[Tensor]:
+        """What the optimizer saw at some steps."""
+        none = torch.zeros_like(at.W)
+        return [gradients.get(t, none) * float(self._factors[t - 1]) for t in steps]
 
     def _by_row(self, t: int) -> bool:
         return bool(self._history.states[t - 1] == BY_ROW)
@@ -144,10 +146,10 @@ class KeptDivisors(Replay):
     def back(self, first: int, last: int) -> dict[int, Operator]:
         """The coefficient of each step of a span, by its number."""
         fields = self._rule.fields
-        steps: list[Step] = [
-            self._rule.step_by(self._history.at(t, fields), self._taken[t], self._inverse(t))
+        steps: list[Taken] = [
+            ([t], self._rule.step_by(self._history.at(t, fields), self._taken[t], self._inverse(t)))
             if self._by_row(t)
-            else STILL
+            else ([t], STILL)
             for t in range(first, last + 1)
         ]
         return self._walked(steps, first, {})
