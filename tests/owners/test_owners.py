@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from tests.cases.structures import B, D, numbers, tokens
 from tests.laws.attribution import attribution_holds
 from tests.told import told
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import dualform
@@ -221,6 +223,24 @@ def test_copies_of_tensors_that_are_no_more_are_let_go() -> None:
         for _ in range(200):
             x * 2
     assert twins._memories.nbytes < 40 * 8_000
+
+
+def test_worlds_that_are_let_go_leave_their_memory_at_once() -> None:
+    x = torch.randn(100)
+    twins = changed_in_worlds(x, worlds=2, room=1 << 30)
+    gc.disable()  # a circle would keep copies until Python looks for its garbage
+    try:
+        with twins:
+            doubled = 2 * x
+            made = [doubled, torch.cat([x, doubled])]
+        kept = [twins.twin(y, world) for y in made for world in range(2)]
+        copies = [StorageWeakRef(twin.untyped_storage()) for twin in kept]
+        kept.clear()
+        assert not any(copy.expired() for copy in copies)
+        twins.clear()
+        assert all(copy.expired() for copy in copies)
+    finally:
+        gc.enable()
 
 
 def test_a_slice_of_a_dataset_costs_no_more_than_itself() -> None:

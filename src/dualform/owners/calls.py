@@ -75,13 +75,19 @@ def call_there(
         return (_normalize(args, there, out),)
     if name in LOOKUPS:
         args = _within_table(func, args, kwargs, there)
+    given = [_replaced(value, there) for value in args]
+    return func(*given, **{name: _replaced(value, there) for name, value in kwargs.items()})
 
-    def replaced(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [replaced(part) for part in value]
-        return there(value) if isinstance(value, Tensor) else value
 
-    return func(*map(replaced, args), **{name: replaced(value) for name, value in kwargs.items()})
+def _replaced(value: Any, there: Callable[[Tensor], Tensor]) -> Any:
+    """An argument as a world has it.
+
+    It stands by itself: a function that calls itself from within another is a circle, which would
+    keep the tensors of a world until Python collects its garbage.
+    """
+    if isinstance(value, list | tuple):
+        return [_replaced(part, there) for part in value]
+    return there(value) if isinstance(value, Tensor) else value
 
 
 def tensors_of(values: Any) -> list[Tensor]:

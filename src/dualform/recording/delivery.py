@@ -23,7 +23,7 @@ HANDOVER_BYTES = 32 << 20
 
 From an accelerator, where each operation is a call to it, a hand-over is several shards.
 """
-FROM_DEVICE = 6
+FROM_DEVICE = 3
 """So many."""
 
 
@@ -50,6 +50,11 @@ class Delivery:
     def handover_bytes(self, shard: int) -> int:
         """How large a hand-over should be, for shards of this size."""
         return FROM_DEVICE * shard if self._beside else min(HANDOVER_BYTES, shard)
+
+    @property
+    def from_device(self) -> bool:
+        """Whether what is handed over takes memory of an accelerator until it is written."""
+        return bool(self._beside)
 
     def send(self, handover: Handover) -> None:
         """Hands steps over; waits while too many do."""

@@ -184,6 +184,8 @@ class StepRecorder:
         stages.schedule.after_step(self._size, stages.snapshots.is_due(step.states), late)
         if stages.bases.begin_step() and not stages.schedule.due:
             stages.schedule.due = (False, "")  # what is probed otherwise is handed over apart
+        if step.divisors and stages.delivery.from_device and not stages.schedule.due:
+            stages.schedule.due = (False, "")  # they are half as large as the model
         if stages.watch.is_learning:
             self._capture()
         if stages.schedule.due and not stages.observer.states.shared:
