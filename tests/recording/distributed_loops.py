@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import dualform
@@ -58,6 +60,8 @@ class Loop:
     """A process's part of a batch, given its rank, how many there are, and the step."""
     given: dict[str, Any] = field(default_factory=dict)
     """What else the wrapper is given."""
+    sharded: tuple[str, ...] | None = None
+    """Modules that are sharded each by itself, before the rest is; None for whole parameters."""
 
 
 def images() -> nn.Module:
@@ -130,6 +134,39 @@ LOOPS = {
     "uneven": Loop(perceptron, numbers, torch.optim.AdamW, 0.01, mean=False, deal=unevenly),
     "experts": Loop(Experts, places, apart=True, given={"find_unused_parameters": True}),
     "numbered": Loop(perceptron, numbers, ids=None),
+    "sharded": Loop(
+        perceptron,
+        numbers,
+        lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9),
+        clip=True,
+        sharded=("0",),
+    ),
+    "sharded words": Loop(
+        Words,
+        texts,
+        torch.optim.AdamW,
+        0.01,
+        ids=lambda at: f"text {at}",
+        sharded=("twice",),
+    ),
+    "sharded float32": Loop(images, pictures, dtype=torch.float32, sharded=(), clip=True),
+    "sharded passes": Loop(
+        perceptron,
+        numbers,
+        torch.optim.AdamW,
+        0.01,
+        passes=2,
+        sharded=("0", "2"),
+        given={"reshard_after_forward": False},
+    ),
+    "sharded by step": Loop(
+        perceptron,
+        numbers,
+        torch.optim.AdamW,
+        0.01,
+        keep={"0": "steps", "2": "half"},
+        sharded=(),
+    ),
 }
 
 
@@ -150,8 +187,11 @@ def train(
     loop, data = LOOPS[name], LOOPS[name].inputs()
     data = data.to(loop.dtype) if data.is_floating_point() else data
     model = start(loop)
+    is_sharded = of > 1 and loop.sharded is not None
+    if is_sharded:
+        shard(loop, model)
     optimizer = loop.optimizer(model.parameters(), lr=loop.lr)
-    wrapped = of > 1 and not loop.by_hand
+    wrapped = of > 1 and not loop.by_hand and loop.sharded is None
     called = DistributedDataParallel(model, **loop.given) if wrapped else model
     recording: Any = nullcontext()
     if path is not None:
@@ -165,6 +205,8 @@ def train(
             passes = own_passes(loop, rank, of, step)
             for number, own in enumerate(passes):
                 last = number == len(passes) - 1
+                if is_sharded:
+                    model.set_requires_gradient_sync(last)  # type: ignore[operator]
                 with called.no_sync() if wrapped and not last else nullcontext():  # type: ignore[operator]
                     averaged = 1 if loop.by_hand else of
                     weight = 1 / len(own) if loop.mean else averaged / BATCH
@@ -178,6 +220,21 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
     return model
+
+
+def shard(loop: Loop, model: nn.Module) -> None:
+    """Has each process keep a part of each parameter."""
+    for name in loop.sharded or ():
+        fully_shard(model.get_submodule(name), **loop.given)
+    fully_shard(model, **loop.given)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's weights, whole."""
+    return {
+        name: kept.full_tensor() if isinstance(kept, DTensor) else kept
+        for name, kept in model.state_dict().items()
+    }
 
 
 def own_passes(loop: Loop, rank: int, of: int, step: int) -> list[Sequence[int]]:
@@ -207,6 +264,6 @@ def run_pass(
 def train_all(rank: int, of: int, folder: Path) -> None:
     """Every loop, recorded and not; their weights are held against each other."""
     for name in LOOPS if of == 2 else FOUR:
-        recorded = train(name, rank, of, folder / name).state_dict()
-        for part, plain in train(name, rank, of, None).state_dict().items():
+        recorded = whole_state(train(name, rank, of, folder / name))
+        for part, plain in whole_state(train(name, rank, of, None)).items():
             assert torch.equal(recorded[part], plain), f"{name}: {part}"

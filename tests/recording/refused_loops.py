@@ -110,9 +110,15 @@ def replicas(rank: int, path: Path) -> None:
     recorded(nn.DataParallel(net()), path)
 
 
-def fully_sharded(rank: int, path: Path) -> None:
+def sharded_by_itself(rank: int, path: Path) -> None:
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    recorded(model, path, processes=1)
+
+
+def hybrid(rank: int, path: Path) -> None:
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts")))
     recorded(model, path)
 
 
@@ -152,11 +158,12 @@ REFUSED: dict[Callable[[int, Path], None], tuple[str, str]] = {
     mixed_norms: ("RecordingError", "is a SyncBatchNorm, which mixes samples of all processes"),
     ids_in_one: ("SampleIdsError", "process 0 names its samples, and process 1 does not"),
     replicas: ("RecordingError", "DataParallel: its gradients come from several replicas"),
-    fully_sharded: ("RecordingError", "is a DTensor on a mesh of 2 processes, placed as (S(0))"),
-    flat_parameters: ("RecordingError", "is a flat parameter of FullyShardedDataParallel"),
+    sharded_by_itself: ("RecordingError", "is sharded over 2 processes, and 1 are to record"),
+    hybrid: ("RecordingError", "is a DTensor on a mesh of 2 processes, placed as (R, S(0))"),
+    flat_parameters: ("RecordingError", "Use torch.distributed.fsdp.fully_shard, which keeps"),
     joined: ("RecordingError", "have a process without a batch call the model with an empty one"),
     recorded_while_joined: ("RecordingError", "model.join() lets processes make steps without"),
-    tensor_parallel: ("RecordingError", "by fully_shard or tensor parallelism"),
+    tensor_parallel: ("RecordingError", "What is recorded is fully_shard over one mesh of all"),
 }
 """Each with its error, and what that says."""
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualform.layers.computed import PARAMETRIZED, computed_weight, leaves
 from dualform.layers.extent import Block, extent
@@ -182,12 +182,11 @@ class Finder:
     def __init__(self, parameters: Mapping[str, Tensor], frozen: bool = False) -> None:
         self._frozen = frozen
         self._whole = {id(p): Found(name, name, p, p) for name, p in parameters.items()}
-        self._owner: dict[int, str] = {
-            id(p): owner
-            for name, p in parameters.items()
-            if (owner := computed_weight(name, parameters))
+        self._owners = {
+            name: owner for name in parameters if (owner := computed_weight(name, parameters))
         }
         """The weight that each parameter is there to compute, as parametrizations do."""
+        self._owner = {id(parameters[name]): owner for name, owner in self._owners.items()}
         self.computes = bool(self._owner)
         """Whether the model has parameters that weights are computed from."""
         self._sites: dict[Hashable, Site | None] = {}
@@ -201,15 +200,17 @@ class Finder:
         """Outputs of table reads in this forward pass, which may yet be broadcast."""
         self._made: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         self._alive = 64
+        self.stand_ins: Callable[[Tensor], str | None] | None = None
+        """Where others stand in the place of parameters: the name of the one that a tensor does."""
         self.guard: Callable[..., Any] = _run
         """Runs what looks at a call of the model. A recorder's returns None after a failure."""
 
     def __call__(self, tensor: Any) -> Found | None:
         """The parameter behind a tensor that is trained, or None."""
-        known = self._whole.get(id(tensor))
+        known = self._known(tensor)
         if known is None:
             base = base_of(tensor)
-            known = None if base is None else self._whole.get(id(base))
+            known = None if base is None else self._known(base)
             if known is None or not _distinct(tensor):
                 return None
         if not (self._frozen or known.parameter.requires_grad) or PARAMETRIZED in known.book:
@@ -218,6 +219,17 @@ class Finder:
             return known
         return known._replace(label=self.labels.get(known.book, known.book), given=tensor)
 
+    def _known(self, tensor: Any) -> Found | None:
+        """The parameter that a tensor is, or stands in for."""
+        known = self._whole.get(id(tensor))
+        if known is None and self.stand_ins is not None and isinstance(tensor, nn.Parameter):
+            book = self.stand_ins(tensor)
+            if book is not None:
+                known = self._whole[id(tensor)] = Found(book, book, tensor, tensor)
+                if book in self._owners:
+                    self._owner[id(tensor)] = self._owners[book]
+        return known
+
     def each(self, *tensors: Any) -> list[Found | None]:
         """The parameter behind each of some tensors."""
         return [self(tensor) for tensor in tensors]
@@ -225,8 +237,8 @@ class Finder:
     def original(self, tensor: Any) -> Found | None:
         """The parameter that weights are computed from, itself or a view of it; else None."""
         for candidate in (tensor, base_of(tensor)):
-            if id(candidate) in self._owner:
-                known = self._whole[id(candidate)]
+            known = self._known(candidate)
+            if known is not None and id(candidate) in self._owner:
                 return known if self._frozen or known.parameter.requires_grad else None
         return None
 
@@ -237,11 +249,18 @@ class Finder:
         """
         node, owner, found = getattr(weight, "grad_fn", None), None, []
         for leaf in () if node is None else leaves(node):
-            own = None if leaf is None else self._owner.get(id(leaf))
-            if leaf is None or own is None or own != (owner or own) or has_hooks(leaf):
+            known = self._known(leaf)
+            own = None if known is None else self._owner.get(id(leaf))
+            if (
+                leaf is None
+                or known is None
+                or own is None
+                or own != (owner or own)
+                or has_hooks(leaf)
+            ):
                 return []
             owner = own
-            found.append(self._whole[id(leaf)])
+            found.append(known)
         return found
 
     def remember(self, tensor: Tensor, what: Any) -> None:

@@ -6,9 +6,11 @@ from dualform.ledger.format import Book, Declaration, RunInfo, Stream, Term
 from dualform.ledger.reader import Ledger
 from dualform.ledger.samples import Preview, Samples, SampleTable
 from dualform.ledger.sessions import Shard
+from dualform.ledger.tensors import Awaited
 from dualform.ledger.writer import LedgerWriter, ShardBlock
 
 __all__ = [
+    "Awaited",
     "Background",
     "Book",
     "Codec",

@@ -12,12 +12,12 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -68,6 +68,32 @@ class ArrayPlace:
         return self.dtype.itemsize * math.prod(self.shape)
 
 
+@dataclass(frozen=True)
+class Awaited:
+    """An array that is there when it is written: so one of several is in memory at a time.
+
+    >>> awaited = Awaited((2, 3), torch.float32, lambda: torch.ones(2, 3))
+    >>> awaited.nbytes, awaited.take().shape
+    (24, torch.Size([2, 3]))
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    take: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def cpu(self) -> Awaited:
+        """Itself: it comes into main memory."""
+        return self
+
+
+Array: TypeAlias = Tensor | Awaited
+
+
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor, without a copy where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
@@ -92,12 +118,16 @@ def pieces(rows: Tensor) -> NDArray[np.void]:
     return found
 
 
-def write_tensors(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> tuple[int, int]:
+def write_tensors(path: Path, arrays: Mapping[str, Sequence[Array]]) -> tuple[int, int]:
     """Writes each array as the concatenation of its parts, durably; returns (bytes, CRC-32).
 
     The file must not exist. If anything fails it is removed again.
     """
-    chunks = [_header(arrays), *(raw(part) for parts in arrays.values() for part in parts)]
+    parts = [part for parts in arrays.values() for part in parts]
+    known = [part for part in parts if isinstance(part, Tensor)]
+    if len(known) < len(parts):
+        return _write_awaited(path, arrays)
+    chunks = [_header(arrays), *map(raw, known)]
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for chunk in chunks:
@@ -112,12 +142,38 @@ def write_tensors(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> tuple[i
     return sum(map(len, chunks)), checksum
 
 
-def index_checksum(arrays: Mapping[str, Sequence[Tensor]]) -> int:
+def _write_awaited(path: Path, arrays: Mapping[str, Sequence[Array]]) -> tuple[int, int]:
+    """The same where some are awaited: each is summed while it is in memory, and let go."""
+    length, checksum = 0, 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        for chunk in _chunks(arrays):
+            _write_all(descriptor, chunk)
+            length, checksum = length + len(chunk), zlib_ng.crc32(chunk, checksum)
+        os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    sync_folder(path.parent)
+    return length, int(checksum)
+
+
+def _chunks(arrays: Mapping[str, Sequence[Array]]) -> Iterator[memoryview]:
+    yield _header(arrays)
+    for parts in arrays.values():
+        for part in parts:
+            yield raw(part if isinstance(part, Tensor) else part.take())
+
+
+def index_checksum(arrays: Mapping[str, Sequence[Array]]) -> int:
     """CRC-32 of what a reader finds its way by: the header, then all arrays of the index."""
     checksum = zlib_ng.crc32(_header(arrays))
     for name, parts in arrays.items():
         if in_index(name, parts[0].dtype):
             for part in parts:
+                assert isinstance(part, Tensor)  # awaited are weights, which are no index
                 checksum = zlib_ng.crc32(raw(part), checksum)
     return int(checksum)
 
@@ -131,12 +187,12 @@ def in_index(name: str, dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point or name in ("hyper", "factors")
 
 
-def _header(arrays: Mapping[str, Sequence[Tensor]]) -> memoryview:
+def _header(arrays: Mapping[str, Sequence[Array]]) -> memoryview:
     described, offset = {}, 0
     for name, parts in arrays.items():
         shape = list(parts[0].shape)
         if len(parts) > 1:
-            shape[0] = sum(len(part) for part in parts)
+            shape[0] = sum(part.shape[0] for part in parts)
         end = offset + sum(part.nbytes for part in parts)
         code = CODES[parts[0].dtype]
         described[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}

@@ -46,7 +46,7 @@ from dualform.ledger.log import (
 )
 from dualform.ledger.reader import Ledger
 from dualform.ledger.shared_keys import SharedKeys
-from dualform.ledger.tensors import index_checksum, write_tensors
+from dualform.ledger.tensors import Array, index_checksum, write_tensors
 
 LOCK = re.compile(r"writer-(0|[1-9][0-9]*)\.lock")
 """What a rank's lock is called."""
@@ -115,7 +115,7 @@ class LedgerWriter:
         cls,
         path: Path,
         info: RunInfo,
-        initial: Mapping[str, Tensor],
+        initial: Mapping[str, Array],
         *,
         overwrite: bool = False,
         start: Mapping[str, Any] | None = None,
@@ -203,7 +203,7 @@ class LedgerWriter:
         self.pass_on()
         self._queue.wait()
 
-    def weights(self, step: int, weights: Mapping[str, Tensor], mark: str) -> None:
+    def weights(self, step: int, weights: Mapping[str, Array], mark: str) -> None:
         """Begins to keep the parameters as they were after `step`, behind everything taken so far.
 
         `mark` says why (see FORMAT.md).
@@ -240,7 +240,7 @@ class LedgerWriter:
         self._files += 1
         return f"{self._files:08d}.safetensors"
 
-    def _write(self, name: str, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+    def _write(self, name: str, arrays: Mapping[str, Sequence[Array]]) -> dict[str, Any]:
         try:
             return {"file": name, **write_vouched(self.folder / name, arrays)}
         except OSError as error:
@@ -277,7 +277,7 @@ class LedgerWriter:
         return LedgerError(f"cannot write to '{self.path}': {error}. {safe}.")
 
 
-def write_vouched(path: Path, arrays: Mapping[str, Sequence[Tensor]]) -> dict[str, int]:
+def write_vouched(path: Path, arrays: Mapping[str, Sequence[Array]]) -> dict[str, int]:
     """Writes a file, and returns what its line in the log vouches for."""
     length, checksum = write_tensors(path, arrays)
     return {"bytes": length, "crc32": checksum, "index_crc32": index_checksum(arrays)}

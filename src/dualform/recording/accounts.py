@@ -6,7 +6,7 @@ bias. Their rows and their gradients are probed alike (`probe.py`). `factors.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -236,8 +236,13 @@ def looks_of(steps: Sequence[RecordedStep]) -> dict[str, Look]:
     return {name: look for step in steps for name, look in step.looks.items()}
 
 
-def probes_of(steps: Sequence[RecordedStep]) -> dict[str, Tensor]:
-    """(steps, numbers) for each book, in main memory; zero where a step did not touch it."""
+def probes_of(
+    steps: Sequence[RecordedStep], sharded: Collection[str], line: Line
+) -> dict[str, Tensor]:
+    """(steps, numbers) for each book, in main memory; zero where a step did not touch it.
+
+    Of books that are `sharded` each process has probed a part of the gradient: they are added up.
+    """
     looks = looks_of(steps)
     probes = {
         name: torch.zeros(len(steps), look.numbers, dtype=torch.float64)
@@ -251,11 +256,15 @@ def probes_of(steps: Sequence[RecordedStep]) -> dict[str, Tensor]:
         found = [looks[name].probes(part) for name, part in zip(names, parts, strict=True)]
         for name, probe in zip(names, in_double(found), strict=True):
             probes[name][where] = probe
-    return probes
+    divided = [name for name in probes if name in sharded]
+    return probes | dict(zip(divided, line.total([probes[n] for n in divided]), strict=True))
 
 
 def finite_steps(
-    steps: Sequence[RecordedStep], probes: Mapping[str, Tensor]
+    steps: Sequence[RecordedStep],
+    probes: Mapping[str, Tensor],
+    sharded: Collection[str],
+    line: Line,
 ) -> tuple[Sequence[RecordedStep], NonFiniteError | None]:
     """The steps up to the first whose gradient, or observed change, is not finite."""
     every = [step.number for step in steps]
@@ -263,6 +272,8 @@ def finite_steps(
     for book in dict.fromkeys(name for step in steps for name in step.changes):
         changed = [step for step in steps if book in step.changes]
         sums = torch.stack([step.changes[book] for step in changed]).flatten(1).sum(1)
+        if book in sharded:
+            (sums,) = line.total([sums.cpu()])
         signals.append((book, [step.number for step in changed], sums.isfinite()))
     error = None
     for book, numbers, finite in signals:

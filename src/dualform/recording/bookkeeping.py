@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -32,6 +33,7 @@ from dualform.recording.messages import Findings, Handover, Pages, RecordedStep,
 from dualform.recording.plan import Plan
 from dualform.recording.processes import Line
 from dualform.recording.reconcile import Reconciler, unlike
+from dualform.recording.shards import Gathering, Kept, Piece
 from dualform.recording.streams import OpenStream
 from dualform.recording.transfer import to_host
 
@@ -75,8 +77,9 @@ class Bookkeeper:
 
     def book(self, handover: Handover) -> tuple[ShardBlock | None, NonFiniteError | None, Findings]:
         """The block of some steps, up to the first whose gradient is not finite."""
-        probes = probes_of(handover.steps)
-        steps, error = finite_steps(handover.steps, probes)
+        sharded, line = self._plan.parts.keys(), self._line
+        probes = probes_of(handover.steps, sharded, line)
+        steps, error = finite_steps(handover.steps, probes, sharded, line)
         if not steps:
             return None, error, Findings()
         columns, span = self._plan.columns, handover.span
@@ -115,6 +118,7 @@ class Bookkeeper:
             steps = self._book_as_changes(broken, steps, span)
         arrays |= self._samples.arrays(handover.pages, arrays)
         arrays |= _step_arrays(steps, factors)
+        steps = self._whole_changes(steps)
         if self._line.rank == 0:  # in all processes they are the same
             arrays |= _observed_arrays(steps)
         notes = [*(n for step in steps for n in step.notes), *(note for _, note in events)]
@@ -124,6 +128,25 @@ class Bookkeeper:
         span_of = (steps[0].number, steps[-1].number)
         block = ShardBlock(*span_of, arrays, as_json, declared, repeating)
         return block, error, Findings(tuple(events), remarks)
+
+    def _whole_changes(self, steps: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
+        """The steps with changes of whole books in process 0, where each process has parts."""
+        pieces: dict[str, Kept] = {
+            f"{at} {name}": Piece(change, self._plan.parts[name])
+            for at, step in enumerate(steps)
+            for name, change in sorted(step.changes.items())
+            if name in self._plan.parts
+        }
+        whole = Gathering(self._line, pieces).taken()
+        return [
+            replace(
+                step,
+                changes={
+                    name: whole.get(f"{at} {name}", own) for name, own in step.changes.items()
+                },
+            )
+            for at, step in enumerate(steps)
+        ]
 
     def _of_all(self, events: list[tuple[Event, Note]]) -> list[tuple[Event, Note]]:
         """What one of the processes found about books holds for all of them."""
@@ -161,8 +184,16 @@ class Bookkeeper:
 
     def moved_on(self, now: Excerpt, span: WeightSpan) -> bool:
         """Whether books that no observed change accounts for are not as the last step left them."""
-        found = differing([self._last], [now], span.before)
-        return not (found.keys() & span.before.keys() <= self._broken | self._observed)
+        found = self._anywhere(differing([self._last], [now], span.before).keys())
+        return not (found & span.before.keys() <= self._broken | self._observed)
+
+    def _anywhere(self, books: AbstractSet[str]) -> AbstractSet[str]:
+        """These books, and those that other processes have found of which each has a part."""
+        if not self._plan.parts:
+            return books
+        names = list(self._plan.columns)
+        found = self._line.any([name in books for name in names])
+        return {name for name, is_found in zip(names, found, strict=True) if is_found}
 
     def _refuted(
         self,
@@ -238,7 +269,8 @@ class Bookkeeper:
     ) -> list[tuple[Event, Note]]:
         """Books that their rows and the optimizer's rule do not lead to where they are."""
         span, now = handover.span, handover.now
-        put_in = differing([self._last], [now], span.before)  # after the very last
+        changed = differing([self._last], [now], span.before)  # after the very last
+        put_in = self._anywhere(changed.keys())
         sound = [at for at, account in enumerate(evidence) if not self._broken & set(account.looks)]
         before = {name: start for name, start in span.before.items() if name not in put_in}
         chosen = [evidence[at] for at in sound]

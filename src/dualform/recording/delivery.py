@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from dualform.recording.bookkeeping import Bookkeeper
 from dualform.recording.messages import Findings, Handover
 from dualform.recording.pages import PagePool
 from dualform.recording.processes import Line
+from dualform.recording.shards import Gathering, Kept, Piece
 from dualform.recording.transfer import to_host
 
 HANDOVER_BYTES = 32 << 20
@@ -107,7 +108,7 @@ class Delivery:
                 if block is not None:
                     block.written = None if self._beside else give_back
                     self._writer.append(block)
-            weights = {name: to_host(weight) for name, weight in (handover.weights or {}).items()}
+            weights = {name: _to_host(kept) for name, kept in (handover.weights or {}).items()}
         if handover.flush:
             self._writer.pass_on()
         if error is not None:
@@ -116,8 +117,21 @@ class Delivery:
         if weights and handover.step:
             moved_on = self._bookkeeper.moved_on(handover.now, handover.span)
             if not moved_on:
-                self._writer.weights(handover.step, weights, handover.mark)
+                self._keep(handover.step, weights, handover.mark)
             self._findings.put(Findings(unkept=handover.step if moved_on else 0))
+
+    def _keep(self, step: int, weights: Mapping[str, Kept], mark: str) -> None:
+        """Writes weights; where each process has parts, process 0 writes one after the other."""
+        gathering = Gathering(self._line, weights)
+        if self._line.rank == 0:
+            self._writer.weights(step, gathering.arrays, mark)
+            if any(isinstance(kept, Piece) for kept in weights.values()):
+                self._writer.flush()
+        gathering.drain()
+
+
+def _to_host(kept: Kept) -> Kept:
+    return Piece(to_host(kept.own), kept.part) if isinstance(kept, Piece) else to_host(kept)
 
 
 class Waiting:

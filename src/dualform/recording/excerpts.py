@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dualform.recording.shards import is_sharded, local
+
 ELEMENTS = 32
 """So many elements of a parameter are looked at: neighbors, which costs least."""
 
@@ -54,6 +56,7 @@ class Excerpts:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = dict(parameters)
+        self._sharded = any(map(is_sharded, parameters.values()))
         self._pointers: list[int] = []
         self._views: dict[torch.device, list[Tensor]] = {}
         self._places: dict[str, ExcerptPlace] = {}
@@ -61,16 +64,19 @@ class Excerpts:
 
     def take(self) -> Excerpt:
         """The elements as they are now."""
-        pointers = [parameter.data_ptr() for parameter in self._parameters.values()]
+        held = self._parameters
+        if self._sharded:
+            held = {name: local(parameter) for name, parameter in held.items()}
+        pointers = [parameter.data_ptr() for parameter in held.values()]
         if pointers != self._pointers:  # the first time, or after `parameter.data = …`
             self._pointers = pointers
-            self._look()
+            self._look(held)
         return Excerpt(tuple([torch.cat(views) for views in self._views.values()]), self._places)
 
-    def _look(self) -> None:
-        self._views = {parameter.device: [] for parameter in self._parameters.values()}
+    def _look(self, held: Mapping[str, Tensor]) -> None:
+        self._views = {parameter.device: [] for parameter in held.values()}
         ends, devices, places = dict.fromkeys(self._views, 0), list(self._views), {}
-        for name, parameter in self._parameters.items():
+        for name, parameter in held.items():
             device, view = parameter.device, _some(parameter.detach())
             end = ends[device] + view.numel()
             eps = torch.finfo(parameter.dtype).eps if parameter.is_floating_point() else 0.0

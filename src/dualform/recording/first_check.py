@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from dualform.optimizers import Rule
@@ -44,7 +46,7 @@ class FirstCheck:
     def require_ids(self, step: RecordedStep) -> None:
         """Refuses samples without ids where they must have some, and are in the gradient."""
         if not self._sample_ids.is_numbered:
-            evidence, _, _ = self._compare(step)
+            evidence, _, _ = self._compare(step, self._probes(step))
             used = {number for account in evidence for number in account.batches(0)}
             if not used.isdisjoint(self._watch.rows.unnamed):
                 self._sample_ids.number()
@@ -54,9 +56,12 @@ class FirstCheck:
 
         The others are verified from now on.
         """
-        if step.probe is None or not bool(step.probe[1].isfinite().all()):
+        if step.probe is None:
             return {}
-        evidence, factors, agreed = self._compare(step)
+        probes = self._probes(step)
+        if not all(bool(probe.isfinite().all()) for probe in probes.values()):
+            return {}
+        evidence, factors, agreed = self._compare(step, probes)
         failed, line = dict[str, str](), self._meeting.line
         for at, account in enumerate(evidence):
             if not self._rule.by_numbers:
@@ -68,9 +73,13 @@ class FirstCheck:
         self._states.happen(Event.VERIFIED, new - failed.keys())
         return {book: failed[book] for book in sorted(new & failed.keys())}
 
-    def _compare(self, step: RecordedStep) -> tuple[list[Evidence], Tensor, Tensor]:
+    def _probes(self, step: RecordedStep) -> dict[str, Tensor]:
+        return probes_of([step], self._plan.parts.keys(), self._meeting.line)
+
+    def _compare(
+        self, step: RecordedStep, probes: Mapping[str, Tensor]
+    ) -> tuple[list[Evidence], Tensor, Tensor]:
         """What the rows so far say about a step, before it is made."""
-        pages, probes = self._meeting.pages(self._watch.rows.peek()), probes_of([step])
-        line = self._meeting.line
+        pages, line = self._meeting.pages(self._watch.rows.peek()), self._meeting.line
         evidence = gather_evidence(self._plan.columns, [step], pages, probes, line)
         return find_factors(evidence, line)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from dualform.ledger import Term
@@ -18,6 +19,7 @@ from dualform.recording.bases import BookBases
 from dualform.recording.pages import calls_are_dear
 from dualform.recording.plan import Plan
 from dualform.recording.probe import Look
+from dualform.recording.shards import Part, local
 
 PROBED_ROWS = 128
 """Higher matrices are probed at so many neighboring rows, others after each hand-over."""
@@ -80,6 +82,9 @@ class GradientProbes:
         """What a step keeps of a gradient."""
         look, term = self.looks[name], self.terms[name]
         partial = look.partial
+        part = self._plan.parts.get(name)
+        if part is not None:
+            return _of_part(local(gradient), part, look, term)
         if gradient.is_sparse:
             if term.view == "rows" and gradient.sparse_dim() == 1 and look.outputs is None:
                 gradient, partial = _some_rows(gradient, look.rows), False
@@ -141,6 +146,26 @@ class GradientProbes:
         vectors = torch.randn(width, count, generator=generator, dtype=torch.float64, device="cpu")
         parameter = self._plan.parameters[name]
         return vectors.to(parameter.device, parameter.dtype)
+
+
+def _of_part(own: Tensor, part: Part, look: Look, term: Term) -> Tensor:
+    """What a step keeps of a gradient of which this process has a part; zero where it has none.
+
+    The sum over all processes is what it would keep of the whole.
+    """
+    lines = part.lines(term.view) if part.counts else None
+    if lines is None:
+        matrix = as_matrix(part.widened(own), term.view, term.groups)[look.rows]
+    else:
+        first, last = max(look.rows.start, lines.start), min(look.rows.stop, lines.stop)
+        matrix = as_matrix(own, term.view)
+        matrix = matrix[first - lines.start : max(first, last) - lines.start]
+    if look.vectors is not None and not look.later:
+        matrix = matrix @ look.vectors
+    if lines is not None:
+        above = min(first - look.rows.start, look.height - len(matrix))
+        matrix = F.pad(matrix, (0, 0, above, look.height - len(matrix) - above))
+    return matrix.flatten()
 
 
 def _some_rows(gradient: Tensor, rows: slice) -> Tensor:

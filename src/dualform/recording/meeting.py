@@ -46,7 +46,7 @@ class Standing(NamedTuple):
     step: int
     """How many steps it has recorded."""
     nbytes: int
-    """How much its rows take that were not handed over yet."""
+    """How much its rows and steps take that were not handed over yet."""
     late: int
     """Whether it is time for a shard."""
     findings: int
@@ -82,7 +82,7 @@ class Agreed:
 
     @property
     def nbytes(self) -> int:
-        """The most that the rows of a process take."""
+        """The most that the rows and steps of a process take."""
         return max(standing.nbytes for standing in self.standings)
 
     @property

@@ -18,6 +18,7 @@ from dualform.recording.book_states import Event, Note
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt
 from dualform.recording.pages import Page
 from dualform.recording.probe import Look
+from dualform.recording.shards import Kept
 from dualform.recording.streams import OpenStream
 
 Pages: TypeAlias = Sequence[tuple[OpenStream, Sequence[Page]]]
@@ -79,7 +80,7 @@ class Handover:
     """How many steps were made so far."""
     flush: bool
     """Whether all that was handed over so far is to be written now."""
-    weights: Mapping[str, Tensor] | None
+    weights: Mapping[str, Kept] | None
     mark: str
     """Why the weights are kept, if they are."""
     last: bool = False

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
-from dualform.private import version_of
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates, Event, Kept, Note
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt, Excerpts
 from dualform.recording.gradients import GradientProbes
 from dualform.recording.messages import RecordedStep, WeightSpan
 from dualform.recording.plan import Plan, reason_of
+from dualform.recording.processes import Line
+from dualform.recording.shards import changes_of, local
 from dualform.recording.streams import OpenStream
 from dualform.recording.weight_copies import SpanCopies, StepCopies
 
@@ -163,9 +164,14 @@ class StepObserver:
                     found[name] = divisor.bfloat16()
         return found
 
-    def late_changes(self) -> dict[str, Tensor]:
+    @property
+    def has_parts(self) -> bool:
+        """Whether each of several processes has a part of some parameters."""
+        return bool(self._plan.parts)
+
+    def late_changes(self, line: Line) -> dict[str, Tensor]:
         """What has happened since the last step to the books that are kept by step."""
-        return self._copies.late_changes()
+        return self._copies.late_changes(line if self._plan.parts else Line())
 
     def are_by_row(self, books: Mapping[str, Tensor], step: RecordedStep) -> bool:
         """Whether a step kept some of these books by row."""
@@ -212,7 +218,7 @@ class StepObserver:
                 elif name in self.uncaptured:
                     lost[name] = (Event.UNCAPTURED, self.uncaptured[name])
                 if name in lost:  # what rows did so far stays
-                    self._copies.begin_at({name: p.detach().clone()})
+                    self._copies.begin_at({name: local(p).detach().clone()})
         named = [name for name in self._plan.parameters if name in lost]
         for name in named:
             self.keep_by_step(lost[name][0], {name: lost[name][1]})
@@ -222,7 +228,7 @@ class StepObserver:
         """What the optimizer remembers now of the books kept by row."""
         state = self._optimizer.state
         return {
-            name: [(part, version_of(part)) for part in own.values() if isinstance(part, Tensor)]
+            name: [(part, changes_of(part)) for part in own.values() if isinstance(part, Tensor)]
             for name, _, p in self._arranged.by_row
             if (own := state.get(p)) is not None
         }
@@ -318,7 +324,7 @@ def _is_altered(left: Memory | None, state: Mapping[str, Any] | None) -> bool:
     if len(now) != len(left):
         return True
     for new, (old, version) in zip(now, left, strict=True):
-        if version_of(new) != version if new is old else not torch.equal(new, old):
+        if changes_of(new) != version if new is old else not torch.equal(new, old):
             return True
     return False
 

@@ -14,6 +14,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from dualform.recording.shards import is_sharded, local
+
 Noticed: TypeAlias = Callable[[Optimizer, dict[str, Tensor]], None]
 """Told of a step: by which optimizer, and what the parameters that it changed were before it."""
 
@@ -64,7 +66,7 @@ class OtherOptimizers:
                 for parameter in group["params"]
                 if (name := self._names.get(id(parameter))) is not None
             }
-            before = {n: self._parameters[n].detach().clone() for n in names - self._told}
+            before = {n: local(self._parameters[n]).detach().clone() for n in names - self._told}
             self._before = (self._own_steps, before)
 
     def _leave(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -72,11 +74,14 @@ class OtherOptimizers:
             self._inside = False
         elif not self._inside:
             (own_steps, before), self._before = self._before, (0, {})
-            changed = {
-                name: old
-                for name, old in before.items()
-                if not torch.equal(old, self._parameters[name].detach())
-            }
+            changed = {name: old for name, old in before.items() if self._has_changed(name, old)}
             if changed and own_steps == self._own_steps:
                 self._told |= changed.keys()
                 self._noticed(optimizer, changed)
+
+    def _has_changed(self, name: str, old: Tensor) -> bool:
+        """Whether a parameter was changed; of a sharded one, all processes say the same."""
+        parameter = self._parameters[name]
+        if is_sharded(parameter):
+            return parameter.grad is not None
+        return not torch.equal(old, parameter.detach())

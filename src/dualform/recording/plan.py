@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from dualform.recording.keep import (
     refuse_needless,
     why_by_step,
 )
+from dualform.recording.shards import Part, part_of, refuse_sharded
 
 JOINED = (
     "model.join() lets processes make steps without those that have no batches left, and a step of "
@@ -61,6 +61,12 @@ class Plan:
     def book(self, name: str) -> Book:
         """The book of a parameter."""
         return self.books[self.columns[name]]
+
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """Of each parameter that is sharded over the processes, which part this one holds."""
+        parts = {name: part_of(parameter) for name, parameter in self.parameters.items()}
+        return {name: part for name, part in parts.items() if part is not None}
 
     @cached_property
     def columns(self) -> dict[str, int]:
@@ -198,8 +204,7 @@ def refuse_wrapped(model: nn.Module) -> None:
         )
     if is_joining(model):
         raise RecordingError(JOINED)
-    for name, parameter in unwrapped(model).named_parameters():
-        refuse_sharded(name, parameter)
+    refuse_sharded(unwrapped(model))
     for name, module in unwrapped(model).named_modules():
         if name and is_compiled(module):
             raise RecordingError(
@@ -207,24 +212,6 @@ def refuse_wrapped(model: nn.Module) -> None:
                 "be seen. Compile the whole model and record it with keep='summaries', or train "
                 "without torch.compile."
             )
-
-
-def refuse_sharded(name: str, parameter: Tensor) -> None:
-    """Refuses a parameter of which each process has a part."""
-    loaded = sys.modules  # to import these takes seconds; where nobody has, there are none
-    fsdp, tensor = (loaded.get(f"torch.distributed.{part}") for part in ("fsdp", "tensor"))
-    if fsdp is not None and isinstance(parameter, fsdp.FlatParameter):
-        raise RecordingError(
-            f"'{name}' is a flat parameter of FullyShardedDataParallel: each process has a part of "
-            "it, and runs hold whole parameters. Use DistributedDataParallel."
-        )
-    if tensor is not None and isinstance(parameter, tensor.DTensor):
-        mesh, placements = parameter.device_mesh, ", ".join(map(str, parameter.placements))
-        raise RecordingError(
-            f"'{name}' is a DTensor on a mesh of {mesh.size()} processes, placed as ({placements}) "
-            "by fully_shard or tensor parallelism: each process has a part of it, and runs hold "
-            "whole parameters. Use DistributedDataParallel, where each process has all of it."
-        )
 
 
 def refuse_to_capture(model: nn.Module, keep: Mapping[str, Policy]) -> None:

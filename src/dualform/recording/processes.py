@@ -9,8 +9,8 @@ nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -64,6 +64,19 @@ class Line:
         """The largest of all processes, element by element."""
         return self._joined(own, torch.Tensor.amax)
 
+    def any(self, own: Sequence[bool]) -> list[bool]:
+        """Which of these hold in some process."""
+        return [any(found) for found in zip(*self.numbers([*map(int, own)]), strict=True)]
+
+    def gather(self, own: Tensor) -> list[Tensor] | None:
+        """In process 0, the tensors of all processes, which have one size; None in others."""
+        if self.of == 1:
+            return [own]
+        found = [torch.empty_like(own) for _ in range(self.of)] if self.rank == 0 else None
+        with self._answered():
+            dist.gather(own, found, group=self._open, group_dst=0)
+        return found
+
     def close(self) -> None:
         """Cuts the line: whoever waits for this process is told that it does not answer."""
         group, self._group = self._group, None
@@ -85,21 +98,31 @@ class Line:
 
     def _gather(self, own: Tensor, wait: float | None = None) -> list[Tensor]:
         found = [torch.empty_like(own) for _ in range(self.of)]
-        try:
-            if self._group is None:
-                raise RuntimeError("the line was cut")
-            work = dist.all_gather(found, own, group=self._group, async_op=True)
+        with self._answered():
+            work = dist.all_gather(found, own, group=self._open, async_op=True)
             assert work is not None
             if wait is None:
                 work.wait()
             else:
                 work.wait(timedelta(seconds=wait))
+        return found
+
+    @property
+    def _open(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("the line was cut")
+        return self._group
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Says what it means that another process does not answer."""
+        try:
+            yield
         except RuntimeError as error:
             raise RecorderFailedError(
                 f"process {self.rank} cannot go on recording: one of the {self.of} processes that "
                 f"record does not answer ({error})."
             ) from error
-        return found
 
 
 class Processes:

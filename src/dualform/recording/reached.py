@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch import nn
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from dualform.private import will_execute
@@ -16,7 +16,7 @@ class Reached:
     The gradient of an input (`torch.autograd.grad(loss, x)`, an attack, a saliency map) passes by.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
         self._nodes: dict[str, Node] = {}
 

@@ -14,38 +14,36 @@ that cannot be followed in part (Muon), are compared in some steps: `spot_checks
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.ledger import Term
-from dualform.memory.blocks import as_matrix, matrix_shape
+from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
 from dualform.optimizers import (
     BY_ROW,
     OBSERVED,
     Rule,
-    State,
 )
 from dualform.recording.accounts import Evidence
 from dualform.recording.excerpts import ROUNDINGS
 from dualform.recording.factors import MISMATCH
+from dualform.recording.followed import BookCourse, Followed, LookedAt, look_at_parts
 from dualform.recording.keep import Summaries
 from dualform.recording.messages import RecordedStep
 from dualform.recording.plan import Plan
 from dualform.recording.probe import Look, gradient_at, in_double, probe_rows
 from dualform.recording.processes import Line
+from dualform.recording.shards import is_sharded, local, part_of
 from dualform.recording.step_numbers import NumbersOfSteps, numbers_of_steps
 
 FOLLOWED = 1024
 """So many elements of a book are followed under a rule without numbers, or one column of it."""
 HIGHEST = 1 << 14
 """At most so many elements of a column are, then."""
-WIDENED = 1 << 20
-"""So many elements are put into float64 at a time."""
 LEEWAY = 1e-2
 """By what part of its way such a book may miss its end: a rule may magnify rounding."""
 WIDE_LEEWAY = 1e-1
@@ -53,62 +51,6 @@ WIDE_LEEWAY = 1e-1
 
 Where both is so, nothing is compared: a sign is that of a sum which a kernel rounded.
 """
-
-
-class BookCourse(NamedTuple):
-    """What the steps of a hand-over were to one book."""
-
-    column: int
-    states: list[int]
-    hyper: list[tuple[float, ...]]
-    w: Tensor
-    """(steps, numbers): what rows and factors say the gradients were, where it is followed.
-
-    Of a step that was observed, the change.
-    """
-    reach: Tensor
-    """(steps,): how far rounding of the rows may reach in them."""
-    coarse: bool
-    """Whether rows have 16 bits."""
-
-
-@dataclass
-class Followed:
-    """One book: where it is looked at, and what the optimizer remembers there."""
-
-    look: Look
-    columns: Tensor | None
-    """The columns that are followed; None where the look's vectors are."""
-    row: int | None
-    """The row that is followed beside them."""
-    term: Term
-    buffered: bool
-    b: Tensor
-    state: State = field(default_factory=dict)
-    _last: tuple[Tensor, Tensor] | None = None
-    """The weights that were last looked at, and what is followed of them."""
-
-    def of_weights(self, copy: Tensor) -> Tensor:
-        """What is followed of a copy of the parameter, which nobody changes.
-
-        One hand-over ends with the copy that the next begins with.
-        """
-        if self._last is None or self._last[0] is not copy:
-            self._last = (copy, self.of(copy))
-        return self._last[1]
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """What is followed of a parameter, or of a tensor of its shape; flat, in float64."""
-        whole = as_matrix(parameter, self.term.view, self.term.groups)
-        matrix = whole[self.look.rows]
-        if self.columns is not None:
-            matrix = matrix[:, self.columns.to(matrix.device)]
-        elif self.look.vectors is not None:
-            vectors = self.look.vectors.to(matrix.device)
-            some = matrix.split(max(1, WIDENED // len(vectors)))  # type: ignore[no-untyped-call]
-            matrix = torch.cat([rows.double() @ vectors for rows in some])
-        parts = [matrix.flatten()] if self.row is None else [matrix.flatten(), whole[self.row]]
-        return torch.cat(parts).to("cpu", torch.float64)
 
 
 def _is_large(plan: Plan, name: str) -> bool:
@@ -123,7 +65,7 @@ class Reconciler:
     def __init__(self, plan: Plan, rule: Rule, optimizer: Optimizer, line: Line) -> None:
         self._plan, self._rule, self._line = plan, rule, line
         self._memory = {
-            name: {part: kept.detach().clone().to_dense() for part, kept in memory.items()}
+            name: {part: _copied(kept) for part, kept in memory.items()}
             for name, parameter in plan.parameters.items()
             if rule.in_parts and not _is_large(plan, name)
             if (memory := rule.memory(optimizer, parameter))
@@ -131,6 +73,8 @@ class Reconciler:
         """What the optimizer remembers as recording begins, of books not followed yet."""
         self._column = {book.name: at for at, book in enumerate(plan.books)}
         self._followed: dict[str, Followed] = {}
+        self._looked_at: dict[int, LookedAt] = {}
+        """What was seen of parts, by the identity of their copies; until the next hand-over."""
 
     def unexplained(
         self,
@@ -145,6 +89,8 @@ class Reconciler:
         `factors` (steps, accounts) are those of the evidence's rows.
         """
         courses = dict(self._courses(steps, evidence, factors, before))
+        parts = {name: self._plan.parts[name] for name in courses if name in self._plan.parts}
+        self._looked_at = look_at_parts(parts, self._followed, (before, after), self._line)
         if self._rule.by_numbers:
             known: dict[Any, NumbersOfSteps] = {}
             missed = {}
@@ -187,6 +133,11 @@ class Reconciler:
                 w.index_add_(0, where, next(said))
                 size.index_add_(0, where, next(said))
             sums += [w, size]
+            if part := self._plan.parts.get(name):
+                sums.append(torch.zeros_like(w))
+                for t, step in enumerate(steps):
+                    if step.states[self._column[name]] == OBSERVED:
+                        sums[-1][t] = self._followed[name].of(step.changes[name], part)
         summed = iter(self._line.total(sums))
         for at, name in places:
             column, account = self._column[name], evidence[at]
@@ -195,10 +146,17 @@ class Reconciler:
             w, size = next(summed), next(summed)
             reach = size * factors[:, at].abs() * account.rounding
             w = w * factors[:, at, None]
+            changes = next(summed) if name in self._plan.parts else None
             for t, state in enumerate(states):
-                if state == OBSERVED:
+                if state == OBSERVED and changes is None:
                     w[t], reach[t] = self._followed[name].of(steps[t].changes[name]), 0.0
+                elif state == OBSERVED and changes is not None:
+                    w[t], reach[t] = changes[t], 0.0
             yield name, BookCourse(column, states, hyper, w, reach, account.has_16_bits)
+
+    def _of_weights(self, name: str, copy: Tensor) -> Tensor:
+        known = self._looked_at.get(id(copy))
+        return self._followed[name].of_weights(copy) if known is None else known.followed
 
     def _begin_following(
         self, evidence: Sequence[Evidence], places: Sequence[tuple[int, str]]
@@ -258,10 +216,11 @@ class Reconciler:
         look = Look(rows, vectors)
         b = torch.zeros(look.numbers + (0 if row is None else width), dtype=torch.float64)
         found = Followed(look, columns, row, term, buffer in memory, b)
-        found.state = {
-            part: found.of(kept) if tuple(kept.shape) == shape else kept.double().cpu()
-            for part, kept in memory.items()
-        }
+        for part, kept in memory.items():
+            if is_sharded(kept):
+                (found.state[part],) = self._line.total([found.of(local(kept), part_of(kept))])
+            else:
+                found.state[part] = found.of(kept) if kept.shape == shape else kept.double().cpu()
         found.b = found.state.pop(buffer, found.b)
         return found
 
@@ -275,7 +234,7 @@ class Reconciler:
     ) -> bool:
         """Whether a book misses its end under a rule of numbers."""
         book = self._followed[name]
-        W, b = book.of_weights(before[name]), book.b
+        W, b = self._of_weights(name, before[name]), book.b
         end = numbers.on_W[0] * W + numbers.on_W[1] * b + numbers.into_W @ course.w
         book.b = numbers.on_b[0] * W + numbers.on_b[1] * b + numbers.into_b @ course.w
         book.buffered = book.buffered or numbers.makes_buffer
@@ -316,7 +275,7 @@ class Reconciler:
         rule = self._rule.replayed
         books = [self._followed[name] for name in names]
         sizes = [len(book.b) for book in books]
-        W = torch.cat([b.of_weights(before[name]) for name, b in zip(names, books, strict=True)])
+        W = torch.cat([self._of_weights(name, before[name]) for name in names])
         b = torch.cat([book.b for book in books])
         state = {
             part: torch.cat([book.state[part] for book in books]) if kept.ndim else kept
@@ -346,16 +305,23 @@ class Reconciler:
     def _is_missed(self, name: str, end: Tensor, after: Tensor, allowed: float, steps: int) -> bool:
         """Whether a book is farther from its end than allowed, and than rounding may carry it."""
         book = self._followed[name]
-        is_ = book.of_weights(after)
+        is_, known = self._of_weights(name, after), self._looked_at.get(id(after))
         gap = float((is_ - end).norm())
         if gap <= allowed:
             return False
         whole = book.columns is None
-        size = float(torch.linalg.vector_norm(after if whole else is_, dtype=torch.float64))
+        if whole and known is not None:
+            size = known.size
+        else:
+            size = float(torch.linalg.vector_norm(after if whole else is_, dtype=torch.float64))
         places = max(steps, 1) * torch.finfo(after.dtype).eps * size
         if whole and book.look.vectors is not None:  # their products with weights are rounded, too
             allowed += torch.finfo(torch.float64).eps * float(book.look.vectors.norm()) * size
         return not gap <= allowed + ROUNDINGS * places
+
+
+def _copied(memory: Tensor) -> Tensor:
+    return memory.detach().clone() if is_sharded(memory) else memory.detach().clone().to_dense()
 
 
 def unlike(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:

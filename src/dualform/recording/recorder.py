@@ -44,14 +44,15 @@ from dualform.recording.plan import (
 from dualform.recording.processes import Line, Processes
 from dualform.recording.sample_ids import SampleIds
 from dualform.recording.save_detector import SaveDetector
-from dualform.recording.start import Opened, resume_run, start_run
+from dualform.recording.shards import all_sharded
+from dualform.recording.start import Opened, give_parts, resume_run, start_run
 from dualform.recording.step_recorder import StepRecorder, make_stages
 from dualform.recording.together import (
     all_or_none,
     begin_together,
     in_several,
-    refuse_other_count,
     refuse_unlike,
+    step_to_go_on_from,
 )
 
 R = TypeVar("R")
@@ -144,6 +145,7 @@ class Recorder:
         asked = self._options
         optimizer, model = asked.optimizer, asked.trained
         with starting(self.path):
+            all_sharded(model)
             refuse_wrapped(asked.model)
             self._processes = Processes.training(asked.model, asked.processes)
             try:
@@ -182,10 +184,9 @@ class Recorder:
         def begin() -> Opened:
             given = (self.path, model, optimizer, plan, rule)
             if asked.resume:
-                refuse_other_count(self.path, of, asked.processes)
-                opened = resume_run(*given, of)
+                opened = resume_run(*given, line, step)
             else:
-                opened = start_run(*given, asked.overwrite, of)
+                opened = start_run(*given, asked.overwrite, line)
             try:
                 if asked.describe is not None:
                     asked.describe(self.path)
@@ -197,7 +198,11 @@ class Recorder:
         plan, rule = all_or_none(line, planned)
         facts = {"optimizer": rule.name, "resume": asked.resume, "buffer_bytes": asked.buffer_bytes}
         refuse_unlike(line, self.path, plan, facts)
-        return begin_together(line, self.path, begin, plan), plan, rule
+        step = 0
+        if asked.resume:
+            step = step_to_go_on_from(line, self.path, model, plan, rule, asked.processes)
+        help_begin = partial(give_parts, model, optimizer, plan, rule, line)
+        return begin_together(line, self.path, begin, help_begin, plan), plan, rule
 
     def _hook(self, steps: StepRecorder, parameters: dict[str, nn.Parameter]) -> ExitStack:
         """Hooks on everything that a step passes, until what it returns is closed."""

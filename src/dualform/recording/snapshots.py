@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from dualform.ledger.format import BUFFER, STATE
 from dualform.optimizers import BY_ROW, Rule
 from dualform.recording.plan import Plan, state_tensors
+from dualform.recording.shards import Kept, Piece, is_sharded, local, part_of
 from dualform.recording.transfer import host_copy
 
 
@@ -27,7 +28,7 @@ class Snapshots:
         self._joined |= joined
         return self._rule.keeps(self._optimizer, bool(joined))
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Kept]:
         """Copies of them as they are now."""
         weights = snapshot(self._model)
         if not self._rule.by_numbers:
@@ -41,30 +42,36 @@ class Snapshots:
         return kept * sum(parameter.nbytes for parameter in self._model.parameters())
 
 
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
+def snapshot(model: nn.Module) -> dict[str, Kept]:
     """Copies of all parameters and persistent buffers, each once even where it is shared.
 
-    They are in main memory: on a GPU they would be missed.
+    They are in main memory: on a GPU they would be missed. Of what is sharded over processes, it is
+    the part of this one.
     """
     seen: set[int] = set()
-    copies = {}
+    copies: dict[str, Kept] = {}
     for name, tensor in state_tensors(model).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))
-            copies[name] = host_copy(tensor.detach())
+            copies[name] = _copy(tensor)
     return copies
 
 
-def memories(optimizer: Optimizer, plan: Plan, rule: Rule) -> dict[str, Tensor]:
+def memories(optimizer: Optimizer, plan: Plan, rule: Rule) -> dict[str, Kept]:
     """What the optimizer remembers now: each parameter's buffer, and what else the rule needs."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, Kept] = {}
     for name, parameter in plan.parameters.items():
         for part, memory in rule.memory(optimizer, parameter).items():
             key = BUFFER if part == rule.buffer else f"{STATE}{part}:"
-            found[key + name] = host_copy(memory.detach().to_dense())
+            found[key + name] = _copy(memory if is_sharded(memory) else memory.to_dense())
     return found
 
 
-def buffered(memory: dict[str, Tensor]) -> list[str]:
+def _copy(tensor: Tensor) -> Kept:
+    part, own = part_of(tensor), host_copy(local(tensor.detach()))
+    return own if part is None else Piece(own, part)
+
+
+def buffered(memory: Mapping[str, Kept]) -> list[str]:
     """The parameters that have a buffer."""
     return sorted(name.removeprefix(BUFFER) for name in memory if name.startswith(BUFFER))

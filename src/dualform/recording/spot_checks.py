@@ -30,6 +30,7 @@ from dualform.recording.bookkeeping import OUTSIDE
 from dualform.recording.observer import FORGOTTEN
 from dualform.recording.randomness import undisturbed
 from dualform.recording.reconcile import differs
+from dualform.recording.shards import local
 
 EVERY = 128
 """One step in so many is checked. The first ones are checked more often: 1, 2, 4, 8, 16 …"""
@@ -115,7 +116,7 @@ class SpotChecks:
         """What was found: for each reason and parameter, whether something else changed it."""
         found, self._edited = self._edited, {}
         for name, (after, reach) in self._expected.items():
-            now = self._parameters[name].detach()
+            now = local(self._parameters[name]).detach()
             found.setdefault(WITHIN, {})[name] = differs(after, now, reach)
             self._left[name] = AfterStep(after.copy_(now), self._memory(name))
         self._expected = {}
@@ -126,7 +127,7 @@ class SpotChecks:
         left, self._left = self._left, {}
         for name in left.keys() & set(names):
             weight, memory = left[name]
-            now = self._parameters[name].detach()
+            now = local(self._parameters[name]).detach()
             self._edited.setdefault(OUTSIDE, {})[name] = differs(weight, now)
             if memory is not None:
                 unlike = _unlike(memory, self._memory(name))
@@ -142,8 +143,8 @@ class SpotChecks:
                 for name in names:
                     parameter = self._parameters[name]
                     after = stepped_copy(self._optimizer, groups[id(parameter)], parameter)
-                    far = _longest(after - parameter.detach()) if self._leeway else 0.0
-                    self._expected[name] = (after, self._leeway * far)
+                    far = local(_longest(after - parameter.detach())) if self._leeway else 0.0
+                    self._expected[name] = (local(after), self._leeway * far)
         except Exception as error:  # if the step itself fails too, the loop is told by torch
             kind, self._next = type(self._optimizer).__name__, sys.maxsize
             self.problem = UNCHECKED.format(kind, f"{type(error).__name__}: {error}")
@@ -185,7 +186,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     >>> fingerprint(torch.tensor([1.0, 2.0])), fingerprint(torch.tensor([1.0, -2.0]))
     (tensor(2139095040), tensor(-8388608))
     """
-    dense = tensor.detach().to_dense().contiguous()
+    dense = local(tensor).detach().to_dense().contiguous()
     return dense.view(INTEGERS[dense.itemsize]).sum(0)
 
 

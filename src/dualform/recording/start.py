@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, SampleTable
 from dualform.ledger.log import session_and_rank
+from dualform.ledger.tensors import TensorFile
 from dualform.optimizers import Rule
 from dualform.recording.book_states import Note
 from dualform.recording.plan import Plan, state_tensors
+from dualform.recording.processes import Line
+from dualform.recording.shards import Gathering, Kept, Piece
 from dualform.recording.snapshots import buffered, memories, snapshot
 from dualform.version import __version__
 
@@ -47,9 +50,9 @@ def start_run(
     plan: Plan,
     rule: Rule,
     overwrite: bool,
-    of: int = 1,
+    line: Line,
 ) -> Opened:
-    """A new run folder that holds the weights training starts from; for so many processes."""
+    """A new run folder that holds the weights training starts from."""
     info = RunInfo(
         books=plan.books,
         rule=rule.name,
@@ -57,25 +60,38 @@ def start_run(
         metadata=_metadata(model, optimizer),
     )
     memory = memories(optimizer, plan, rule)
-    initial = {**snapshot(model), **memory}
     start = {"buffers": buffered(memory)}
-    writer = LedgerWriter.create(path, info, initial, overwrite=overwrite, start=start, of=of)
-    return Opened(writer, SampleTable(of=of))
+    with Gathering(line, {**snapshot(model), **memory}) as initial:
+        writer = LedgerWriter.create(
+            path, info, initial.arrays, overwrite=overwrite, start=start, of=line.of
+        )
+    return Opened(writer, SampleTable(of=line.of))
 
 
 def resume_run(
-    path: Path, model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule, of: int = 1
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    plan: Plan,
+    rule: Rule,
+    line: Line,
+    step: int,
 ) -> Opened:
-    """Goes on from the kept step whose weights the model has; later steps no longer count."""
-    ledger = Ledger(path)
-    _check_same(ledger, plan, rule)
-    step = _matching_step(ledger, snapshot(model))
-    start = {"buffers": buffered(memories(optimizer, plan, rule))}
-    writer = LedgerWriter.resume(path, step, start, of=of)
-    if step and not rule.by_numbers:  # what the optimizer remembers now is what counts
-        writer.weights(step, snapshot(model) | memories(optimizer, plan, rule), "resume")
-        writer.flush()
+    """Goes on from a kept step, whose weights the model has; later steps no longer count."""
+    memory = memories(optimizer, plan, rule)
+    with Gathering(line, snapshot(model) | memory) as now:
+        writer = LedgerWriter.resume(path, step, {"buffers": buffered(memory)}, of=line.of)
+        if step and not rule.by_numbers:  # what the optimizer remembers now is what counts
+            writer.weights(step, now.arrays, "resume")
+            writer.flush()
     return _gone_on(path, writer, plan)
+
+
+def give_parts(model: nn.Module, optimizer: Optimizer, plan: Plan, rule: Rule, line: Line) -> None:
+    """Gives process 0 this one's parts of what it keeps as a run begins."""
+    if plan.parts:
+        with Gathering(line, snapshot(model) | memories(optimizer, plan, rule)):
+            pass
 
 
 def join_run(path: Path, rank: int, plan: Plan) -> Opened:
@@ -116,16 +132,41 @@ def _are_counted(ledger: Ledger) -> bool:
     return True
 
 
-def _matching_step(ledger: Ledger, weights: dict[str, Tensor]) -> int:
-    for step in reversed(ledger.kept_steps):
-        kept = ledger.weights(step)
-        if all(name in kept and torch.equal(kept[name], w.cpu()) for name, w in weights.items()):
-            return step
+def matching_steps(path: Path, model: nn.Module, plan: Plan, rule: Rule) -> list[int]:
+    """The kept steps whose weights the model has, as far as this process has them."""
+    ledger, now = Ledger(path), snapshot(model)
+    _check_same(ledger, plan, rule)
+    return [
+        step
+        for step in ledger.kept_steps
+        if all(_is_kept(ledger.kept(step), name, kept) for name, kept in now.items())
+    ]
+
+
+def last_of_all(path: Path, matching: Sequence[Sequence[int]]) -> int:
+    """The last kept step that matches in all processes."""
+    found = set.intersection(*map(set, matching))
+    if found:
+        return max(found)
     raise UnknownStepError(
-        f"cannot go on with '{ledger.path}': the model's weights are those of none of its kept "
-        f"steps {ledger.kept_steps}; load a checkpoint of one of them. A step is kept where model "
+        f"cannot go on with '{path}': the model's weights are those of none of its kept steps "
+        f"{Ledger(path).kept_steps}; load a checkpoint of one of them. A step is kept where model "
         "and optimizer are saved, or where recorder.checkpoint() is called before saving."
     )
+
+
+def _is_kept(file: TensorFile, name: str, kept: Kept) -> bool:
+    """Whether a file has the same of a parameter as this process does; of a part, that part."""
+    if name not in file:
+        return False
+    if not isinstance(kept, Piece):
+        return torch.equal(file.read(name), kept)
+    part = kept.part
+    if part.dim:
+        there = file.read(name).narrow(part.dim, part.start, part.stop - part.start)
+    else:
+        there = file.read(name, part.start, part.stop)
+    return torch.equal(there, kept.own)
 
 
 def _check_same(ledger: Ledger, plan: Plan, rule: Rule) -> None:

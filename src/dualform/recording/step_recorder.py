@@ -237,7 +237,10 @@ class StepRecorder:
 
     def _mark(self) -> None:
         (step, then), now = self._marked, self.stages.observer.excerpts.take()
-        if step == self.step and not differing([then], [now]):
+        changed = bool(differing([then], [now])) if step == self.step else True
+        if self._has_parts:
+            (changed,) = self.stages.meeting.line.any([changed])
+        if not changed:
             return  # saving has marked it already
         self.stages.watch.collect()
         self._book_late_changes()
@@ -250,7 +253,8 @@ class StepRecorder:
         watch, observer, snapshots = self.stages.watch, self.stages.observer, self.stages.snapshots
         meeting = self.stages.meeting
         due = self.stages.schedule.hand_over(self._size, flush, bool(mark), snapshots.nbytes)
-        weights = snapshots.weights() if due and keep and meeting.line.rank == 0 else None
+        writes = meeting.line.rank == 0 or self._has_parts
+        weights = snapshots.weights() if due and keep and writes else None
         steps, self._steps, self._bytes = tuple(self._steps), [], 0
         pages, refused = meeting.pages(watch.rows.take()), dict(watch.owners.refused)
         span, now = observer.hand_over()
@@ -305,10 +309,16 @@ class StepRecorder:
         return self.stages.meeting.last
 
     @property
+    def _has_parts(self) -> bool:
+        """Whether each process has a part of some parameters."""
+        return self.stages.observer.has_parts
+
+    @property
     def _size(self) -> int:
-        """How much has come together; of several processes, in the one that has most."""
-        rows = self.stages.watch.rows.bytes if self._agreed is None else self._agreed.nbytes
-        return rows + self._bytes
+        """How much has come together; of several processes, in the one that had most."""
+        if self._agreed is not None:
+            return self._agreed.nbytes
+        return self.stages.watch.rows.bytes + self._bytes
 
     def _agree(self) -> None:
         """Before a step of several processes: does what one of them asks of all."""
@@ -331,7 +341,7 @@ class StepRecorder:
         standing = Standing(
             occasion,
             self.step,
-            stages.watch.rows.bytes,
+            stages.watch.rows.bytes + self._bytes,
             int(stages.schedule.is_late),
             self._waiting.count,
             stages.meeting.unknown(opened),
@@ -364,7 +374,7 @@ class StepRecorder:
         if is_midway and not (ending or self._steps):
             return  # then it belongs to the step under way
         observer = self.stages.observer
-        changes = observer.late_changes()
+        changes = observer.late_changes(self.stages.meeting.line)
         if not changes:
             return
         if not self._steps or observer.are_by_row(changes, self._steps[-1]):

@@ -201,7 +201,8 @@ class RowWriter:
     ) -> None:
         self.streams = Streams(parameters, known, keep, bases)
         self._states, self._owners, self._split = states, owners, split
-        self._reached = Reached(parameters)
+        self.reached = Reached(parameters)
+        """Whether a backward pass adds to parameters."""
         self._bundle, self._places = Bundle(), dict[int, BundlePlace]()
         """Passes whose records lie in one tensor, and where that has those of each stream."""
         self.step = step
@@ -221,7 +222,7 @@ class RowWriter:
         keys, values = rows.keys, rows.values
         if stream is None or values is None or self._states.by_step.issuperset(stream.terms):
             return
-        if not self._reached(stream.terms):
+        if not self.reached(stream.terms):
             return
         lead = keys.shape[: keys.ndim - rows.site.key_dims]
         if batch.size < 0:

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from dualform.errors import DualformError, LedgerError, ModelMismatchError, RecordingError
 from dualform.ledger import Ledger
+from dualform.optimizers import Rule
 from dualform.recording.keep import AUTO, ROWS, Summaries
 from dualform.recording.plan import Plan
 from dualform.recording.processes import Line
+from dualform.recording.shards import refuse_apart
 from dualform.recording.spot_checks import fingerprint
-from dualform.recording.start import Opened, join_run
+from dualform.recording.start import Opened, join_run, last_of_all, matching_steps
 
 T = TypeVar("T")
 
@@ -41,15 +43,17 @@ def all_or_none(line: Line, action: Callable[[], T]) -> T:
     return result
 
 
-def begin_together(line: Line, path: Path, begin: Callable[[], Opened], plan: Plan) -> Opened:
-    """Process 0 begins the run; then the others join, if they see the same folder."""
+def begin_together(
+    line: Line, path: Path, begin: Callable[[], Opened], help_begin: Callable[[], None], plan: Plan
+) -> Opened:
+    """Process 0 begins the run, and the others help; then they join, if they see the folder."""
     if line.of == 1:
         return begin()
     opened: Opened | None = None
     if line.rank == 0:
         opened = all_or_none(line, begin)
     else:
-        all_or_none(line, lambda: None)
+        all_or_none(line, help_begin)
     (begun, *_) = line.said(None if opened is None else opened.writer.folder.name)
     try:
         joined = all_or_none(line, lambda: opened or _join(path, begun, line.rank, plan))
@@ -68,7 +72,10 @@ def refuse_unlike(line: Line, path: Path, plan: Plan, facts: Mapping[str, Any]) 
         "path": str(path.absolute()),
         "shapes": {book.name: [book.dtype, *book.shape] for book in plan.books},
         "keep": {name: str(policy) for name, policy in plan.keep.items()},
-        "weights": {name: _checksum(p) for name, p in plan.parameters.items()},
+        "weights": {
+            name: "in parts" if name in plan.parts else _checksum(p)
+            for name, p in plan.parameters.items()
+        },
         **facts,
     }
     first, *others = line.said(own)
@@ -78,6 +85,7 @@ def refuse_unlike(line: Line, path: Path, plan: Plan, facts: Mapping[str, Any]) 
 
 def in_several(plan: Plan, model: nn.Module, of: int) -> Plan:
     """The plan, where so many processes record: rows in place of what "auto" would decide."""
+    refuse_apart(plan.parameters, of)
     if of == 1:
         return plan
     for name, how in plan.keep.items():
@@ -95,6 +103,22 @@ def in_several(plan: Plan, model: nn.Module, of: int) -> Plan:
             )
     keep = {name: ROWS if how == AUTO else how for name, how in plan.keep.items()}
     return replace(plan, keep=keep)
+
+
+def step_to_go_on_from(
+    line: Line, path: Path, model: nn.Module, plan: Plan, rule: Rule, count: int | None
+) -> int:
+    """The last kept step whose weights the model has; of its parts, each process knows its own."""
+
+    def matching() -> list[int] | None:
+        if line.rank and not plan.parts:
+            return None  # process 0 has all of the model
+        refuse_other_count(path, line.of, count)
+        return matching_steps(path, model, plan, rule)
+
+    said = line.said(all_or_none(line, matching))
+    found = [steps for steps in said if steps is not None]
+    return all_or_none(line, lambda: last_of_all(path, found))
 
 
 def refuse_other_count(path: Path, of: int, given: int | None) -> None:

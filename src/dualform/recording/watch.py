@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -36,7 +37,9 @@ from dualform.recording.captured_sites import find_taps
 from dualform.recording.guard import BACKWARD, FORWARD, Guard
 from dualform.recording.keep import ROWS, Policy
 from dualform.recording.learning import WAITING, Learning, why_uncompiled
+from dualform.recording.reached import Reached
 from dualform.recording.sample_ids import SampleIds
+from dualform.recording.shards import StandIns
 from dualform.recording.streams import RowWriter
 
 NOTHING = nullcontext()
@@ -80,14 +83,18 @@ class Watch:
         self.rows = RowWriter(
             parameters, known, states, self.owners, split, step, self.automatic, summarized
         )
+        self._find = Finder(parameters)
+        self._find.guard = partial(self._guard.run, FORWARD)
+        stand_ins = StandIns(model, parameters)
+        if stand_ins:
+            self._find.stand_ins = stand_ins
+            self.rows.reached = Reached(ChainMap(stand_ins.whole, dict(parameters)))
         self.rows.tally = RowCounts() if self.automatic.is_open else None
         self._on_graphs: list[tuple[int, RemovableHandle]] = []
         """Hooks on several outputs, by step: such a hook and its graph keep each other alive."""
         self._uses = 0
         """How many uses of parameters were seen that are trained."""
         self._thread = _Thread()
-        self._find = Finder(parameters)
-        self._find.guard = partial(self._guard.run, FORWARD)
         self._compiled = compiled
         """What the loop calls, where the model is compiled."""
         self._learning = None if compiled is None else Learning(self._find, kinds(), self.see)
@@ -96,7 +103,7 @@ class Watch:
         """Whether a batch was found to be a single sample without a dimension for it."""
         given = (model, self._find, self, self._guard, self._learning)
         self._source: CallSource = FunctionCalls(*given)
-        self._narrowed = compiled is not None
+        self._narrowed = compiled is not None or bool(stand_ins)
         self._told = False
         """Whether the user knows that the model is not compiled yet."""
         self.remarks: list[str] = []

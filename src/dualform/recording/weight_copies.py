@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dualform.private import version_of
 from dualform.recording.excerpts import Excerpts, differing
 from dualform.recording.messages import WeightSpan
 from dualform.recording.plan import Plan
+from dualform.recording.processes import Line
+from dualform.recording.shards import changes_of, local
 
 MOST_JOINED = 1 << 16
 """Larger parameters are copied by themselves."""
@@ -29,7 +30,7 @@ class StepCopies:
     def hold(self, book: str) -> None:
         """Copies a book that has not been looked at yet."""
         if book not in self._last:
-            self._last[book] = self._parameters[book].detach().clone()
+            self._last[book] = local(self._parameters[book]).detach().clone()
 
     def begin_at(self, values: Mapping[str, Tensor]) -> None:
         """Counts changes from these values, where nothing was counted before."""
@@ -44,7 +45,7 @@ class StepCopies:
         groups: dict[object, list[str]] = {}
         for name in books:
             if name in self._last:
-                p = self._parameters[name]
+                p = local(self._parameters[name])
                 alone = p.numel() > MOST_JOINED
                 groups.setdefault(name if alone else (p.device, p.dtype), []).append(name)
         together = [tuple(names) for names in groups.values()]
@@ -57,22 +58,23 @@ class StepCopies:
             }
         changed: dict[str, Tensor] = {}
         for names in together:
-            now = torch.cat([self._parameters[name].detach().reshape(-1) for name in names])
+            now = torch.cat([local(self._parameters[name]).detach().reshape(-1) for name in names])
             changed |= self._cut(names, now - self._joined[names])
             self._joined[names] = now
-        return changed
+        return dict(sorted(changed.items()))  # in one order in all processes
 
     def _cut(self, names: Sequence[str], joined: Tensor) -> dict[str, Tensor]:
         """The parts of a vector in which books lie end to end, each in the shape of its book."""
-        shapes = [self._parameters[name].shape for name in names]
+        shapes = [local(self._parameters[name]).shape for name in names]
         parts = torch.split(joined, [shape.numel() for shape in shapes])
         return {n: t.view(shape) for n, t, shape in zip(names, parts, shapes, strict=True)}
 
-    def late_changes(self) -> dict[str, Tensor]:
-        """The changes of all books that have changed."""
+    def late_changes(self, line: Line) -> dict[str, Tensor]:
+        """The changes of all books that have changed; in some process, where each has a part."""
         found = self.changes(list(self._last))
         flags = [change.any() for change in found.values()]
         moved = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+        moved = line.any(moved)
         return {name: found[name] for name, is_moved in zip(found, moved, strict=True) if is_moved}
 
 
@@ -94,7 +96,7 @@ class SpanCopies:
         """
         before, excerpt = self.start, self._excerpts.take()
         moved = differing([self.excerpt], [excerpt])
-        versions = {name: version_of(p) for name, p in self._parameters.items()}
+        versions = {name: changes_of(p) for name, p in self._parameters.items()}
         still = {
             name
             for name in before.keys() - moved.keys() - set(trained)
@@ -104,6 +106,6 @@ class SpanCopies:
         names = [name for name in self._parameters if name not in by_step]
         now = {name: before[name] for name in still}
         for name in {*names, *before} - still:
-            now[name] = self._parameters[name].detach().clone()
+            now[name] = local(self._parameters[name]).detach().clone()
         self.start = {name: now[name] for name in names}
         return WeightSpan(before, now)
