@@ -339,7 +339,9 @@ def test_a_path_may_be_relative(engine: Ray, made: Made, monkeypatch: pytest.Mon
 
 
 def test_what_is_not_there_is_refused_in_words(engine: Ray, made: Made) -> None:
-    with pytest.raises(ReadingError, match=r"no engine 'dask'; there are 'threads' and 'ray'\."):
+    with pytest.raises(
+        ReadingError, match=r"no engine 'dask'; there are 'threads', 'ahead' and 'ray'\."
+    ):
         dualform.open(made[0], engine="dask")
     with pytest.raises(ClusterError, match=r"is connected to the Ray cluster at .*ray\.shutdown"):
         dualform.engine("ray", address="10.0.0.1:6379")

@@ -48,15 +48,22 @@ def reading(command: Any) -> Any:
         type=click.Choice(list(ENGINES)),
         default="threads",
         show_default=True,
-        help="Who reads: threads of this process, or a Ray cluster whose machines see the run.",
+        help="Who reads: threads of this process, one that reads files ahead of computing, or a "
+        "Ray cluster whose machines see the run.",
+    )
+    @click.option(
+        "--device",
+        default="cpu",
+        show_default=True,
+        help="Where rows are multiplied: cpu, or a GPU such as cuda.",
     )
     @click.option("--address", help="HOST:PORT of the Ray cluster. Default: one on this machine.")
     @functools.wraps(command)
-    def verb(*given: Any, engine: str, address: str | None, **options: Any) -> None:
+    def verb(*given: Any, engine: str, device: str, address: str | None, **options: Any) -> None:
         if address is not None and engine != "ray":
             raise ReadingError("--address is that of a Ray cluster: give it with --engine ray.")
         chosen = make_engine(engine, **({} if address is None else {"address": address}))
-        command(*given, opened=lambda path: open_run(path, engine=chosen), **options)
+        command(*given, opened=lambda path: open_run(path, device, engine=chosen), **options)
 
     return verb
 

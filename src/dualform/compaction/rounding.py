@@ -13,7 +13,8 @@ from dualform.ledger import Book, Codec, Declaration, Ledger, Records, Shard, St
 from dualform.ledger.codecs import CODECS
 from dualform.ledger.reader import values_by_step
 from dualform.read.engine import ShardRange
-from dualform.read.scan import RowColumns, StoredRecords, check_arrays, stored_arrays, widths
+from dualform.read.row_columns import RowColumns, check_arrays, stored_arrays, widths
+from dualform.read.scan import StoredRecords
 from dualform.recording.accounts import accounts_of
 from dualform.recording.entries import residual_arrays, residuals
 from dualform.recording.keep import Policy, codec_for

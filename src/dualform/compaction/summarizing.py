@@ -20,7 +20,7 @@ from dualform.ledger import Codec, Declaration, Ledger, Records, Shard, Stream
 from dualform.memory.blocks import as_matrix
 from dualform.memory.forms import form_named
 from dualform.read.coefficients import Accounting
-from dualform.read.scan import stored_arrays, widths
+from dualform.read.row_columns import stored_arrays, widths
 from dualform.read.step_gradients import step_gradients
 from dualform.recording.bases import MOST_ROWS, BookBases, rows_wanted
 from dualform.recording.keep import ROWS, Policy, codec_for

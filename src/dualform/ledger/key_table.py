@@ -67,15 +67,15 @@ class KeyTable:
             own = torch.nonzero(which == number).flatten()
             yield self._shards[number], own, places[own] - self._begins[number]
 
-    def gather(self, array: str, records: Tensor) -> Tensor:
-        """Some records of an array, in memory that the next call uses again."""
+    def column(self, array: str) -> Column:
+        """What a record takes of an array."""
+        return self._columns[array]
+
+    def gather(self, array: str, records: Tensor, into: Tensor | None = None) -> Tensor:
+        """Some records of an array, in memory that is given, or that the next call uses again."""
         column = self._columns[array]
         size = column.width * column.dtype.itemsize
-        memory = self._gathered.get(array)
-        if memory is None or len(memory) < len(records):
-            memory = torch.empty(len(records), column.width, dtype=column.dtype)
-            self._gathered[array] = memory
-        found = memory[: len(records)]
+        found = self._memory(array, len(records)) if into is None else into
         target = pieces(found)
         for shard, own, at in self.parts(records):
             source = pieces(self._stored(shard, f"{self._stream}/{array}"))
@@ -87,6 +87,13 @@ class KeyTable:
                 some = slice(begin, begin + together)
                 target[own.numpy()[some]] = source.take(at.numpy()[some], mode="clip")
         return found
+
+    def _memory(self, array: str, count: int) -> Tensor:
+        column, memory = self._columns[array], self._gathered.get(array)
+        if memory is None or len(memory) < count:
+            memory = torch.empty(count, column.width, dtype=column.dtype)
+            self._gathered[array] = memory
+        return memory[:count]
 
     def _stored(self, shard: Shard, name: str) -> Tensor:
         """A whole array of a shard, mapped."""

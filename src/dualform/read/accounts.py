@@ -18,7 +18,8 @@ from dualform.ledger.reader import values_by_step
 from dualform.memory.forms import form_named
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import Fold, ShardRange
-from dualform.read.scan import RowColumns, chunks
+from dualform.read.row_columns import RowColumns
+from dualform.read.scan import chunks
 
 CHECKED = 8
 """At most so many steps of a book are checked."""

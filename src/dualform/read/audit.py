@@ -19,7 +19,8 @@ from dualform.read.accounts import account_gap
 from dualform.read.coefficients import Accounting
 from dualform.read.display import Displayed, attributed_words, columns, framed, pandas_frame
 from dualform.read.engine import Engine, ShardRange
-from dualform.read.scan import count_rows, stored_arrays
+from dualform.read.row_columns import stored_arrays
+from dualform.read.scan import count_rows
 from dualform.read.weights import (
     Balance,
     balances,

@@ -16,13 +16,14 @@ from dualform.ledger.samples import Label, SampleId
 from dualform.memory.blocks import BilinearFunctional, as_matrix, keeps_order
 from dualform.optimizers import Memo, Question
 from dualform.read.coefficients import Accounting, Span, StepCoefficients, StepNumbers, StreamView
-from dualform.read.engine import Fold, RowReader, Scratch, ShardRange
+from dualform.read.engine import RowReader, Scratch, ShardRange
 from dualform.read.engine.interface import Partial
 from dualform.read.engine.shards import stream_bases
 from dualform.read.grouping import Grouping
 from dualform.read.questions import functional, seen_as
 from dualform.read.scan import Chunk, chunks, row_sides
 from dualform.read.scores import Array
+from dualform.read.stream_folds import StreamFold
 
 NO_STEPS = Span(1, 0, {})
 
@@ -130,7 +131,7 @@ class RowQuestions:
 
 
 @dataclass(frozen=True)
-class AnswerFold(Fold[Partial]):
+class AnswerFold(StreamFold[Partial]):
     """A fold over the answers of rows, as some steps made them count."""
 
     rows: RowQuestions
@@ -142,9 +143,9 @@ class AnswerFold(Fold[Partial]):
         return self.rows.device
 
     @property
-    def streams(self) -> list[str]:
+    def read_streams(self) -> tuple[Stream, ...]:
         """Those that feed the books."""
-        return [stream.name for stream in self.rows.fed_by]
+        return self.rows.fed_by
 
     def over(self, accounting: Accounting, spans: Iterable[Span] | None = None) -> Partial:
         """The result of all rows, span by span.

@@ -23,10 +23,11 @@ from dualform.memory.shared import SharedSides
 from dualform.memory.summary import Bases, Matrices, SummarySides
 from dualform.optimizers import apply
 from dualform.read.coefficients import Accounting, Span, StepNumbers
-from dualform.read.engine import Fold, ShardRange
+from dualform.read.engine import ShardRange
 from dualform.read.engine.shards import stream_bases
 from dualform.read.scan import Chunk, chunks, row_sides
 from dualform.read.step_gradients import chosen, step_gradients, streams_of
+from dualform.read.stream_folds import StreamFold
 
 SUMMED_BYTES = 1 << 30
 """How large the sums of a book's entries may be that are added up in one scan."""
@@ -89,7 +90,7 @@ StreamSums: TypeAlias = dict[tuple[str, int], Tensor]
 
 
 @dataclass(frozen=True)
-class EntrySums(Fold[StreamSums]):
+class EntrySums(StreamFold[StreamSums]):
     """`Σ c a ⊗ b` over a book's rows as they are kept, for several numbers of each step."""
 
     book: Book
@@ -101,9 +102,9 @@ class EntrySums(Fold[StreamSums]):
     """The stored ids of the samples whose rows count; by default of all."""
 
     @property
-    def streams(self) -> list[str]:
+    def read_streams(self) -> tuple[Stream, ...]:
         """Those that feed the book."""
-        return list(self.book.terms)
+        return self.fed_by
 
     def start(self) -> StreamSums:
         """Nothing."""

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from dualform.ledger import Stream
-from dualform.read.engine import Fold, ShardRange
+from dualform.read.engine import ShardRange
 from dualform.read.grouping import Grouping
-from dualform.read.scan import Chunk, CollectedRows, chunks
+from dualform.read.scan import Chunk, chunks
+from dualform.read.stream_folds import CollectedRows, StreamFold
 
 
 @dataclass(frozen=True)
-class KeySimilarity(Fold[Tensor]):
+class KeySimilarity(StreamFold[Tensor]):
     """`Σ |x·q|` over the rows of each group."""
 
     read: tuple[Stream, ...]
@@ -24,9 +25,9 @@ class KeySimilarity(Fold[Tensor]):
     device: torch.device | str = "cpu"
 
     @property
-    def streams(self) -> list[str]:
+    def read_streams(self) -> tuple[Stream, ...]:
         """Those whose keys are compared."""
-        return [stream.name for stream in self.read]
+        return self.read
 
     def start(self) -> Tensor:
         """(groups, queries) of zeros."""

@@ -35,7 +35,8 @@ from dualform.owners import Sighting, Trial
 from dualform.read.engine import Fold, RowReader, ShardRange
 from dualform.read.query_axis import query_axis
 from dualform.read.questions import layer_output
-from dualform.read.scan import RowColumns, StoredRecords
+from dualform.read.row_columns import RowColumns
+from dualform.read.scan import StoredRecords
 from dualform.read.unrecorded import OutputWatching, Unrecorded, unrecorded_part
 
 Outputs: TypeAlias = int | Sequence[int] | Tensor | None

@@ -21,7 +21,7 @@ from dualform.read.audit import Audit, make_audit
 from dualform.read.coefficients import Accounting, mean_shares
 from dualform.read.contributions import Source
 from dualform.read.display import Displayed, columns, framed, moment
-from dualform.read.engine import Engine, engine_of
+from dualform.read.engine import Engine, device_named, engine_of
 from dualform.read.explain import TOLERANCE, Explanation, make_explanation
 from dualform.read.influence import Influence, Influencer
 from dualform.read.queries import Outputs, ask, check_model, last_seen
@@ -54,7 +54,7 @@ def open_run(
     dualform.errors.NotARunError: 'no/run' is not a dualform run: there is nothing at that path.
 
     Args:
-        device: where scans compute.
+        device: where rows are multiplied: "cpu", or a GPU such as "cuda".
         damaged: open a damaged run too, as far as it can be read; `check` says what is wrong.
         engine: who reads: "threads" of this process, "ray", or as `dualform.engine` makes it.
     """
@@ -80,7 +80,7 @@ class Run(Displayed):
         shares: Sequence[float] = (),
         engine: Engine | None = None,
     ) -> None:
-        self._ledger, self._device, self._shares = ledger, device, shares
+        self._ledger, self._device, self._shares = ledger, device_named(device), shares
         self._engine = engine or engine_of(None)
         self.steps = ledger.last_step if step is None else step
         """The step the run is read at; without `at`, the last one committed."""

@@ -3,130 +3,36 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from dualform.errors import CorruptError
 from dualform.layers import expand, positions
 from dualform.ledger import Book, Ledger, Shard, Stream, Term
-from dualform.ledger.codecs import Column
-from dualform.ledger.key_table import key_places
 from dualform.ledger.tensors import MappedFile
 from dualform.memory.blocks import Sides
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
 from dualform.memory.summary import Bases, Matrices, SummarySides
-from dualform.read.engine import Fold, ShardRange
+from dualform.read.engine import Part, ShardRange
 from dualform.read.progress import advance
+from dualform.read.row_columns import RowColumns, stored_arrays, widths
 
 CHUNK_BYTES = 16 << 20
-
-
-class RowColumns:
-    """Step, sample and position of each record of a stream in one shard; from its segments."""
-
-    def __init__(self, shard: ShardRange, stream: Stream) -> None:
-        names = ("batches", f"{stream.name}/segments")
-        table, self._segments = shard.shard.file.read_all(names).values()
-        numbers, sizes = table.unbind(1)
-        batches, order = numbers.sort()
-        begins = sizes.cumsum(0) - sizes
-        self._shard = shard
-        at = order[torch.searchsorted(batches, self._segments[:, 1].contiguous())]
-        self._begins, self._sizes = begins[at], sizes[at]
-        self._counts = self._sizes * self._segments[:, 2]
-        check_arrays(shard.shard, stream, int(self._counts.sum()), len(self._counts))
-        each = self._segments[:, 2].repeat_interleave(self._sizes)
-        stored = stored_arrays(shard.shard, stream)
-        self.places = key_places(shard.shard, stream.name, stored, each)
-        """Where the keys of each visit begin, and in which table; None if they lie in order."""
-
-    def between(self, first: int, last: int) -> tuple[int, int]:
-        """Which records belong to these steps; they stand in the order of steps."""
-        steps = self._segments[:, 0]
-        start = int(self._counts[steps < first].sum())
-        return start, start + int(self._counts[(steps >= first) & (steps <= last)].sum())
-
-    def uses_between(self, first: int, last: int) -> Tensor:
-        """(6, uses) of those between steps that left records, in the order of time.
-
-        The number of a use's first visit in the shard and how many visits it has, its first record
-        and how many records a visit has, its step, and its own number.
-        """
-        steps, _, each = self._segments.T[:3]
-        visits, records = (n.cumsum(0) - n for n in (self._sizes, self._counts))
-        uses = torch.arange(len(self._sizes))
-        found = torch.stack([visits, self._sizes, records, each, steps, uses])
-        return found[:, (steps >= first) & (steps <= last) & (self._counts > 0)]
-
-    def samples_of(self, uses: Tensor) -> Tensor:
-        """(visits,): the stored id of each visit's sample, of some uses."""
-        sizes = self._sizes[uses]
-        begins = self._begins[uses] - (sizes.cumsum(0) - sizes)
-        at = torch.arange(int(sizes.sum())) + begins.repeat_interleave(sizes)
-        return self._shard.samples()[at]
-
-    def parts(self, begin: int, end: int, records: int, uses: int | None) -> list[tuple[int, int]]:
-        """Some records in parts: of so many records, or where `uses` is given, of so many uses."""
-        if uses is None:
-            return [(at, min(at + records, end)) for at in range(begin, end, records)]
-        ends = self._counts.cumsum(0)
-        stops = torch.unique(ends[(ends > begin) & (ends <= end)])[uses - 1 :: uses].tolist()
-        return [pair for pair in pairwise([begin, *stops, end]) if pair[0] < pair[1]]
-
-    @cached_property
-    def key_records(self) -> Tensor:
-        """(records,): where the key of each lies in the table, where there is one."""
-        assert self.places is not None
-        each = self._segments[:, 2].repeat_interleave(self._sizes)
-        return self.places[0].repeat_interleave(each) + self.positions
-
-    @cached_property
-    def steps(self) -> Tensor:
-        """(rows,): the number of each row's step."""
-        return self._segments[:, 0].repeat_interleave(self._counts)
-
-    @cached_property
-    def uses(self) -> Tensor:
-        """(rows,): the number of each row's segment: a use of the layer in a backward pass."""
-        return torch.arange(len(self._counts)).repeat_interleave(self._counts)
-
-    def step_and_batch(self, use: int) -> tuple[int, int]:
-        """Where a use belongs."""
-        step, batch = self._segments[use, :2].tolist()
-        return step, batch
-
-    @cached_property
-    def samples(self) -> Tensor:
-        """(rows,): the stored id of each row's sample."""
-        begins = self._begins.repeat_interleave(self._counts)
-        return self._shard.samples()[begins + self._within // self._per_sample]
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """(rows,): which of its sample's rows it is: the token, patch or pixel."""
-        return self._within % self._per_sample
-
-    @cached_property
-    def _within(self) -> Tensor:
-        """Each row's place in its segment."""
-        begins = self._counts.cumsum(0) - self._counts
-        return torch.arange(int(self._counts.sum())) - begins.repeat_interleave(self._counts)
-
-    @cached_property
-    def _per_sample(self) -> Tensor:
-        return self._segments[:, 2].repeat_interleave(self._counts)
+PIECE_BYTES = 8 << 20
+"""How much is read at a time where several threads read."""
+SHARED = "shared"
+"""What the matrices that rows share are called among arrays."""
+COLUMNS = ("steps", "samples", "positions")
+"""Columns of `RowColumns` that are brought to where rows are computed with."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some consecutive rows of a stream; keys and values are valid until the next chunk."""
+    """Some consecutive rows of a stream; what it holds is valid until the next chunk."""
 
     stream: Stream
     keys: Tensor
@@ -138,22 +44,24 @@ class Chunk:
     """(uses, height, width): what the rows of each use share, where they do."""
     bases: Bases | None = None
     """What records are kept in, where they are summaries."""
+    here: Mapping[str, Tensor] = field(default_factory=dict)
+    """Columns of its records that were brought to where the rows are."""
 
     @cached_property
     def steps(self) -> Tensor:
         """(rows,): the number of each row's step."""
-        return self._of(self.columns.steps)
+        return self._of("steps")
 
     @cached_property
     def samples(self) -> Tensor:
         """(rows,): the stored id of each row's sample."""
-        return self._of(self.columns.samples)
+        return self._of("samples")
 
     @cached_property
     def positions(self) -> Tensor:
         """(rows,): which of its sample's rows it is."""
         within = torch.arange(len(self.keys), device=self.keys.device) % self._each
-        return self._of(self.columns.positions) * self._each + within
+        return self._of("positions") * self._each + within
 
     def by_step(self) -> list[tuple[int, slice]]:
         """Each step's number, and its rows."""
@@ -164,7 +72,7 @@ class Chunk:
 
     def by_use(self) -> Iterator[tuple[int, tuple[int, int], slice]]:
         """Each use's number in its shard, its step and batch, and its rows."""
-        uses, counts = torch.unique_consecutive(self._of(self.columns.uses), return_counts=True)
+        uses, counts = torch.unique_consecutive(self._of("uses"), return_counts=True)
         begin = 0
         for use, count in zip(uses.tolist(), counts.tolist(), strict=True):
             yield use, self.columns.step_and_batch(use), slice(begin, begin + count)
@@ -173,15 +81,19 @@ class Chunk:
     @property
     def which(self) -> Tensor:
         """(rows,): which of the matrices is each row's."""
-        uses = self._of(self.columns.uses)
+        uses = self._of("uses")
         return uses - uses[:1]
 
     @cached_property
     def _each(self) -> int:
         return positions(self.stream)
 
-    def _of(self, column: Tensor) -> Tensor:
-        part = column[self.start : self.start + len(self.keys) // self._each].to(self.keys.device)
+    def _of(self, name: str) -> Tensor:
+        if name in self.here:
+            part = self.here[name]
+        else:
+            stop = self.start + len(self.keys) // self._each
+            part = getattr(self.columns, name)[self.start : stop].to(self.keys.device)
         return part if self._each == 1 else part.repeat_interleave(self._each)
 
 
@@ -216,8 +128,22 @@ def chunks(
     """The rows of one stream in some steps of a shard, chunk by chunk.
 
     Shards are mapped; the system reads ahead, and chunks behind are let go, so that memory stays
-    the same however long the run is.
+    the same however long the run is. An engine may have read the records ahead, to the device.
     """
+    if not shard.holds(stream.name):
+        return
+    bases = shard.bases(stream, device)
+    ahead = shard.ahead
+    for part, arrays in mapped(shard, stream) if ahead is None else ahead.of(shard, stream.name):
+        assert isinstance(part, ChunkPart)
+        yield part.chunk(arrays, bases, device)
+        advance(part.steps)
+
+
+def chunk_parts(
+    shard: ShardRange, stream: Stream, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[ChunkPart]:
+    """What the chunks of a stream in some steps of a shard are made of."""
     if not shard.holds(stream.name):
         return
     columns, codec = RowColumns(shard, stream), shard.shard.codec(stream.name)
@@ -226,54 +152,140 @@ def chunks(
     if stream.layout:  # what a record takes once it is expanded
         patch = stream.keys[0] * math.prod(stream.layout["kernel"])
         width += 4 * patch * positions(stream)
-    records = max(1, CHUNK_BYTES // max(1, width))
-    file, mapped = shard.shard.file, shard.shard.file.mapped()
-    stored = StoredRecords(shard.shard, stream, columns, mapped)
-    shared, uses = f"{stream.name}/shared", None
+    records = max(1, chunk_bytes // max(1, width))
+    stored = StoredRecords(shard.shard, stream, columns, with_shared=True)
+    uses = None
     if stream.shared and not stream.layout:  # large matrices, of which one is all a chunk can have
-        uses = max(1, CHUNK_BYTES // file.arrays[shared].row_bytes)
-    bases = shard.bases(stream, device)
+        uses = max(1, chunk_bytes // shard.shard.file.arrays[f"{stream.name}/shared"].row_bytes)
     for start, stop in columns.parts(begin, end, records, uses):
-        arrays = stored.read(start, stop)
-        keys, values = (side.to(device) for side in codec.decode(arrays, 0, stop - start))
-        rows, errors = expand(stream, keys, values)
+        steps = shard.steps * (stop - start) / (end - begin)
+        yield ChunkPart(stream, stored, start, stop, steps)
+
+
+def mapped(shard: ShardRange, stream: Stream) -> Iterator[tuple[ChunkPart, dict[str, Tensor]]]:
+    """The parts of a stream in a shard, each with its arrays, which are valid until the next."""
+    for part in chunk_parts(shard, stream):
+        yield part, part.stored.read(part.start, part.stop)
+        part.stored.let_go(part.start, part.stop)
+
+
+@dataclass(frozen=True)
+class ChunkPart(Part):
+    """Some consecutive records of a stream in a shard."""
+
+    source: Stream
+    stored: StoredRecords
+    start: int
+    stop: int
+    steps: float
+    """How many steps of its shard that is."""
+
+    @property
+    def stream(self) -> str:
+        """The stream's name."""
+        return self.source.name
+
+    @property
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each array: those of the shard, and step, sample and position."""
+        found = self.stored.shapes(self.start, self.stop)
+        return found | dict.fromkeys(COLUMNS, ((self.stop - self.start,), torch.int64))
+
+    def reads(self, into: Mapping[str, Tensor]) -> Iterator[Callable[[], object]]:
+        """Calls that fill the arrays, in any order and side by side."""
+        yield from self.stored.reads(into, self.start, self.stop)
+        yield partial(self._read_columns, into)
+
+    def _read_columns(self, into: Mapping[str, Tensor]) -> None:
+        for name in COLUMNS:
+            into[name].copy_(getattr(self.stored.columns, name)[self.start : self.stop])
+
+    def chunk(
+        self, arrays: Mapping[str, Tensor], bases: Bases | None, device: torch.device | str
+    ) -> Chunk:
+        """The rows, decoded where the arrays are, and on the device."""
+        stored = self.stored
+        found = stored.codec.decode(arrays, 0, self.stop - self.start)
+        rows, errors = expand(self.source, *(side.to(device) for side in found))
         assert errors is not None
-        first, last = (int(columns.uses[at]) for at in (start, stop - 1))
         matrices = None
-        if stream.shared:
-            own = at_least_32_bits(mapped.rows(shared, first, last + 1))
-            matrices = own.to(device).reshape(-1, *stream.shared)
-        yield Chunk(stream, rows, errors, columns, start, matrices, bases)
-        stored.let_go(start, stop)
-        if stream.shared:
-            mapped.let_go(shared, first, last + 1)
-        advance(shard.steps * (stop - start) / (end - begin))
+        if self.source.shared:
+            matrices = at_least_32_bits(arrays[SHARED]).to(device).reshape(-1, *self.source.shared)
+        here = {name: arrays[name] for name in COLUMNS if name in arrays}
+        return Chunk(self.source, rows, errors, stored.columns, self.start, matrices, bases, here)
 
 
 class StoredRecords:
-    """The arrays of a stream in a shard, which is mapped; keys from wherever they lie."""
+    """The arrays of a stream in a shard: mapped or read; keys from wherever they lie."""
 
     def __init__(
-        self, shard: Shard, stream: Stream, columns: RowColumns, mapped: MappedFile | None = None
+        self, shard: Shard, stream: Stream, columns: RowColumns, *, with_shared: bool = False
     ) -> None:
-        self._mapped, self._columns = mapped or shard.file.mapped(), columns
+        self.columns, self.codec = columns, shard.codec(stream.name)
+        self._file = shard.file
         every = {name: shard.array(stream.name, name) for name in stored_arrays(shard, stream)}
-        keys = () if columns.places is None else shard.codec(stream.name).key_arrays
+        keys = () if columns.places is None else self.codec.key_arrays
         self._own = {name: full for name, full in every.items() if name not in keys}
         self._in_table = keys
+        self._shared = f"{stream.name}/shared" if stream.shared and with_shared else None
+
+    @cached_property
+    def _mapped(self) -> MappedFile:
+        return self._file.mapped()
 
     def read(self, start: int, stop: int) -> dict[str, Tensor]:
         """Some records of each array, valid until the next call or until they are let go."""
-        found = {n: self._mapped.rows(full, start, stop) for n, full in self._own.items()}
-        if self._columns.places is not None:
-            records, table = self._columns.key_records[start:stop], self._columns.places[1]
+        found = {n: self._mapped.rows(*rows) for n, rows in self._ranges(start, stop).items()}
+        if self.columns.places is not None:
+            records, table = self.columns.key_records[start:stop], self.columns.places[1]
             found |= {name: table.gather(name, records) for name in self._in_table}
         return found
 
     def let_go(self, start: int, stop: int) -> None:
         """Frees the memory of records that were used."""
-        for full in self._own.values():
-            self._mapped.let_go(full, start, stop)
+        for rows in self._ranges(start, stop).values():
+            self._mapped.let_go(*rows)
+
+    def shapes(self, start: int, stop: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of what is read of each array."""
+        found = {}
+        for name, (full, first, last) in self._ranges(start, stop).items():
+            place = self._file.array(full)
+            found[name] = ((last - first, *place.shape[1:]), place.dtype)
+        if self.columns.places is not None:
+            table = self.columns.places[1]
+            for name in self._in_table:
+                width, dtype = table.column(name)
+                found[name] = ((stop - start, width), dtype)
+        return found
+
+    def reads(
+        self, into: Mapping[str, Tensor], start: int, stop: int
+    ) -> Iterator[Callable[[], object]]:
+        """Calls that fill memory with some records of each array, side by side."""
+        for name, (full, first, last) in self._ranges(start, stop).items():
+            for some in _pieces(into[name]):
+                ends = (0, (first + some.start, min(first + some.stop, last)))
+                yield partial(self._file.read_into, into[name][some], full, [ends])
+        if self.columns.places is not None:
+            records, table = self.columns.key_records[start:stop], self.columns.places[1]
+            for name in self._in_table:
+                for some in _pieces(into[name]):
+                    yield partial(table.gather, name, records[some], into[name][some])
+
+    def _ranges(self, start: int, stop: int) -> dict[str, tuple[str, int, int]]:
+        """The arrays that lie in the shard: what each is called, and which of its rows."""
+        found = {name: (full, start, stop) for name, full in self._own.items()}
+        if self._shared is not None:  # one for each use
+            first, last = (int(self.columns.uses[at]) for at in (start, stop - 1))
+            found[SHARED] = (self._shared, first, last + 1)
+        return found
+
+
+def _pieces(array: Tensor) -> Iterator[slice]:
+    """An array in pieces, so that several are read side by side."""
+    each = max(1, PIECE_BYTES // max(1, array[:1].nbytes))
+    return (slice(at, at + each) for at in range(0, len(array), each))
 
 
 def count_records(ledger: Ledger, stream: Stream, until: int) -> int:
@@ -291,46 +303,9 @@ def count_rows(ledger: Ledger, stream: Stream, until: int) -> int:
     return count_records(ledger, stream, until) * positions(stream)
 
 
-def widths(stream: Stream) -> tuple[int, int]:
-    """How many numbers a record's key and value have."""
-    return math.prod(stream.keys), math.prod(stream.values)
-
-
-def stored_arrays(shard: Shard, stream: Stream) -> dict[str, Column]:
-    """What one record of a stream takes of each array in a shard."""
-    return shard.codec(stream.name).arrays(*widths(stream))
-
-
 def at_least_32_bits(matrices: Tensor) -> Tensor:
     """The matrices that rows share, as they are computed with."""
     return matrices.to(torch.promote_types(matrices.dtype, torch.float32))
-
-
-def check_arrays(shard: Shard, stream: Stream, records: int, segments: int) -> None:
-    """Refuses arrays that are not what the stream's codec says of so many records."""
-    if stream.shared:
-        matrices = shard.file.array(f"{stream.name}/shared")
-        expected = (segments, math.prod(stream.shared))
-        if matrices.shape != expected or not matrices.dtype.is_floating_point:
-            raise CorruptError(
-                f"'{shard.path}' has '{stream.name}/shared' as {matrices.dtype} of shape "
-                f"{matrices.shape}; its segments share matrices: floats of {expected}."
-            )
-    arrays = stored_arrays(shard, stream)
-    if f"{shard.keys_of(stream.name)}/places" in shard.file:  # then their table is looked at
-        arrays = {name: arrays[name] for name in shard.codec(stream.name).value_arrays}
-    for name, column in arrays.items():
-        full = shard.array(stream.name, name)
-        entry = shard.file.array(full)
-        if entry.shape[:1] != (records,):
-            raise CorruptError(
-                f"'{shard.path}': the segments of '{stream.name}' do not fit its rows."
-            )
-        if entry.shape != (records, column.width) or entry.dtype != column.dtype:
-            raise CorruptError(
-                f"'{shard.path}' has '{full}' as {entry.dtype} of shape "
-                f"{entry.shape}; by its codec it is {column.dtype} of {(records, column.width)}."
-            )
 
 
 def places(ledger: Ledger, stream: Stream) -> int:
@@ -348,37 +323,3 @@ def batch_samples(shard: ShardRange) -> dict[int, list[int]]:
         found[number] = samples[at : at + size]
         at += size
     return found
-
-
-@dataclass(frozen=True)
-class CollectedRows(Fold[list[tuple[Tensor, ...]]]):
-    """Something of every row of a stream, chunk behind chunk, in the order of time."""
-
-    stream: Stream
-    device: torch.device | str = field(default="cpu", kw_only=True)
-
-    @abstractmethod
-    def of(self, chunk: Chunk) -> tuple[Tensor, ...]:
-        """What is collected of a chunk's rows; it must not hold on to the chunk's memory."""
-
-    @property
-    def streams(self) -> list[str]:
-        """One."""
-        return [self.stream.name]
-
-    def start(self) -> list[tuple[Tensor, ...]]:
-        """No rows."""
-        return []
-
-    def fold(
-        self, partial: list[tuple[Tensor, ...]], shard: ShardRange
-    ) -> list[tuple[Tensor, ...]]:
-        """The rows of a shard behind the others."""
-        partial.extend(self.of(chunk) for chunk in chunks(shard, self.stream, self.device))
-        return partial
-
-    def merge(
-        self, one: list[tuple[Tensor, ...]], other: list[tuple[Tensor, ...]]
-    ) -> list[tuple[Tensor, ...]]:
-        """One behind the other."""
-        return one + other

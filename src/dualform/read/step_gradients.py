@@ -21,8 +21,9 @@ from dualform.memory.blocks import matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides
 from dualform.memory.summary import SummarySides
-from dualform.read.engine import Fold, RowReader, ShardRange
+from dualform.read.engine import RowReader, ShardRange
 from dualform.read.scan import Chunk, chunks, row_sides, rows_total
+from dualform.read.stream_folds import StreamFold
 
 NARROW = (torch.bfloat16, torch.float16)
 Use: TypeAlias = tuple[tuple[int, int], Tensor, bool]
@@ -91,7 +92,7 @@ def chosen(chunk: Chunk, samples: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class StepGradients(Fold[GradientsByStep]):
+class StepGradients(StreamFold[GradientsByStep]):
     """The sum of a book's rows for each step, and what entries left of it."""
 
     book: Book
@@ -101,9 +102,9 @@ class StepGradients(Fold[GradientsByStep]):
     """The stored ids of the samples whose rows count; by default of all."""
 
     @property
-    def streams(self) -> list[str]:
+    def read_streams(self) -> tuple[Stream, ...]:
         """Those that feed the book."""
-        return list(self.book.terms)
+        return self.fed_by
 
     def start(self) -> GradientsByStep:
         """No step."""

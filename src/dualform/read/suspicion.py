@@ -12,8 +12,9 @@ from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.read.contributions import Source
-from dualform.read.scan import Chunk, CollectedRows
+from dualform.read.scan import Chunk
 from dualform.read.scores import Array, Scores
+from dualform.read.stream_folds import CollectedRows
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ErrorSizes(CollectedRows):
     def of(self, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """In main memory."""
         sizes, samples = chunk.values.norm(dim=1).double().cpu(), chunk.samples.long().cpu()
-        return sizes, torch.searchsorted(self.numbers, samples), chunk.steps.cpu()
+        return sizes, torch.searchsorted(self.numbers, samples), chunk.steps.cpu().clone()
 
 
 def row_errors(source: Source, layer: str) -> RowErrors:

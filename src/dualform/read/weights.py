@@ -22,6 +22,7 @@ from dualform.read.entry_sums import entry_sum
 from dualform.read.forward import forward_totals
 from dualform.read.scan import chunks, row_sides, rows_total
 from dualform.read.step_gradients import chosen, residuals, streams_of
+from dualform.read.stream_folds import StreamFold
 
 Balance: TypeAlias = tuple[Tensor, Tensor]
 """A parameter as its book adds up to it, and its first value's part of that."""
@@ -182,7 +183,7 @@ def _row_sum(accounting: Accounting, book: Book) -> RowSum:
 
 
 @dataclass(frozen=True)
-class RowSum(Fold[Tensor]):
+class RowSum(StreamFold[Tensor]):
     """`Σ c a ⊗ b` over a book's rows."""
 
     book: Book
@@ -196,9 +197,9 @@ class RowSum(Fold[Tensor]):
     """Whether sizes are summed, whatever their sign; of rows that are columns."""
 
     @property
-    def streams(self) -> list[str]:
+    def read_streams(self) -> tuple[Stream, ...]:
         """Those that feed the book."""
-        return list(self.book.terms)
+        return self.fed_by
 
     def start(self) -> Tensor:
         """Zero."""

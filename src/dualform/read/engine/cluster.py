@@ -22,8 +22,8 @@ from dualform.errors import ClusterError, DualformError, ReadingError
 from dualform.read.engine.interface import Block, BlockFold, Engine, Fold, Partial
 from dualform.read.engine.parts import PART_BYTES, in_parts
 from dualform.read.engine.remote import fold_part, merge_partials
+from dualform.read.engine.serial import Serial, fold_progress, steps_read
 from dualform.read.engine.shards import ShardRange
-from dualform.read.engine.threads import Serial, fold_progress, steps_read
 from dualform.read.progress import LateProgress
 from dualform.version import __version__
 

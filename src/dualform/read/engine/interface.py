@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from dualform.read.engine.shards import ShardRange
 
 Partial = TypeVar("Partial")
 Block = TypeVar("Block")
+
+
+class Part(ABC):
+    """Some records of a stream in a shard, as arrays that an engine can read ahead of a fold."""
+
+    @property
+    @abstractmethod
+    def stream(self) -> str:
+        """The stream's name."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of each array."""
+
+    @abstractmethod
+    def reads(self, into: Mapping[str, Tensor]) -> Iterator[Callable[[], object]]:
+        """Calls that fill the arrays in main memory, in any order and side by side."""
 
 
 class Fold(ABC, Generic[Partial]):
@@ -34,6 +53,14 @@ class Fold(ABC, Generic[Partial]):
     def reads(self, shard: ShardRange) -> bool:
         """Whether there is something for it in a shard; others are not folded."""
         return any(map(shard.holds, self.streams))
+
+    def parts(self, shard: ShardRange, chunk_bytes: int) -> Iterator[Part] | None:
+        """What it reads of a shard, in this order, for engines that read ahead, or None.
+
+        Args:
+            chunk_bytes: how much it may read at a time.
+        """
+        return None
 
     @abstractmethod
     def start(self) -> Partial:

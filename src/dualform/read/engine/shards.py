@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,13 @@ from dualform.errors import CorruptError
 from dualform.ledger import Ledger, Shard, Stream
 from dualform.ledger.ids import run_numbers
 from dualform.memory.summary import Bases
+
+
+class ReadParts(Protocol):
+    """What was read of a shard before a fold asks for it."""
+
+    def of(self, shard: ShardRange, stream: str) -> Iterator[tuple[Any, Mapping[str, Tensor]]]:
+        """The parts of a stream, each with its arrays, which are valid until the next."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,8 @@ class ShardRange:
     """The run's number for each that the shard's rank has given a sample; None if the same."""
     basis_shards: Mapping[str, Shard] = field(default_factory=dict)
     """Where the bases of each stream of summaries are."""
+    ahead: ReadParts | None = field(default=None, compare=False, repr=False)
+    """What an engine has read of it; None where a fold maps the file."""
 
     @classmethod
     def of(cls, ledger: Ledger, first: int, last: int) -> list[ShardRange]:

@@ -1,4 +1,4 @@
-"""Folding in this process: one shard after the other, or several side by side in threads."""
+"""Folding in this process: several parts of a run side by side, in threads."""
 
 from __future__ import annotations
 
@@ -13,30 +13,15 @@ from threading import Event
 
 import torch
 
-from dualform.read.engine.interface import Block, BlockFold, Engine, Fold, Partial
+from dualform.read.engine.interface import Fold, Partial
 from dualform.read.engine.parts import PART_BYTES, in_parts, in_tree
+from dualform.read.engine.read_ahead import ReadAhead
+from dualform.read.engine.serial import Serial, fold_all, fold_progress
 from dualform.read.engine.shards import ShardRange
 from dualform.read.progress import LateProgress, reporting
 
 PARTIAL_BYTES = 16 << 20
 """How large a partial result may be, so that those of several parts fit into memory together."""
-
-
-class Serial(Engine):
-    """Folds one shard after the other."""
-
-    def reduce(
-        self, fold: Fold[Partial], shards: Sequence[ShardRange], onto: Partial | None = None
-    ) -> Partial:
-        """The result of all shards."""
-        with fold_progress(fold, shards) as progress, reporting(progress.advance):
-            return fold_all(fold, shards, fold.start() if onto is None else onto)
-
-    def reduce_blocks(
-        self, fold: BlockFold[Block], shards: Sequence[ShardRange]
-    ) -> Iterator[Block]:
-        """All shards are one part, since a block is made of rows from all of them."""
-        return fold.blocks(shards)
 
 
 class Threads(Serial):
@@ -62,7 +47,9 @@ class Threads(Serial):
         self, fold: Fold[Partial], shards: Sequence[ShardRange], onto: Partial | None = None
     ) -> Partial:
         """The result of all shards."""
-        can_cut = torch.device(fold.device).type == "cpu" and fold.partial_bytes <= PARTIAL_BYTES
+        if torch.device(fold.device).type != "cpu":
+            return ReadAhead().reduce(fold, shards, onto)
+        can_cut = fold.partial_bytes <= PARTIAL_BYTES
         parts = in_parts(fold, shards, self._part_bytes) if can_cut else []
         alone = self.workers == 1 and not fold.rounds  # what was found speeds up what comes after
         if alone or len(parts) < 2:
@@ -134,24 +121,6 @@ def _one_by_one(
         with reporting(progress.advance):
             partial = fold_all(fold, part, fold.start())
         yield partial
-
-
-def fold_all(fold: Fold[Partial], shards: Sequence[ShardRange], partial: Partial) -> Partial:
-    """A partial result, and some shards more, one after the other."""
-    for shard in shards:
-        partial = fold.fold(partial, shard)
-    return partial
-
-
-def fold_progress(fold: Fold[Partial], shards: Sequence[ShardRange]) -> LateProgress:
-    """How far a fold is, in steps of each stream."""
-    name = fold.streams[0] if len(fold.streams) == 1 else f"{len(fold.streams)} layers"
-    return LateProgress(name, steps_read(fold, shards))
-
-
-def steps_read(fold: Fold[Partial], shards: Sequence[ShardRange]) -> int:
-    """How many steps a fold reads of all its streams together."""
-    return sum(s.steps for s in shards for stream in fold.streams if s.holds(stream))
 
 
 def _processors() -> int:

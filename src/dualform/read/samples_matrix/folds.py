@@ -14,7 +14,7 @@ from dualform.ledger import Book, Stream, Term
 from dualform.memory.blocks import as_matrix, from_matrix
 from dualform.memory.views import Region
 from dualform.optimizers import Operator
-from dualform.read.engine import BlockFold, Fold, Scratch, ShardRange
+from dualform.read.engine import BlockFold, Scratch, ShardRange
 from dualform.read.grouping import Grouping
 from dualform.read.questions import seen_as
 from dualform.read.samples_matrix.columns import Columns, shape_of
@@ -23,6 +23,7 @@ from dualform.read.samples_matrix.group_sums import InOrder, Receiver, add_group
 from dualform.read.samples_matrix.visit_weights import VisitWeights
 from dualform.read.samples_matrix.visits import GATHERED_BYTES, Reused, Visits
 from dualform.read.scan import chunks, row_sides
+from dualform.read.stream_folds import StreamFold
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _rooms(streams: Sequence[Visits]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class SteppedRows(Fold[Tensor]):
+class SteppedRows(StreamFold[Tensor]):
     """Rows of some steps put through the operators of their steps, in the order of time."""
 
     book: Book
@@ -124,9 +125,9 @@ class SteppedRows(Fold[Tensor]):
     device: torch.device | str = "cpu"
 
     @property
-    def streams(self) -> list[str]:
+    def read_streams(self) -> list[Stream]:
         """One."""
-        return [self.stream.name]
+        return [self.stream]
 
     def start(self) -> Tensor:
         """(groups, height, width) of zeros."""

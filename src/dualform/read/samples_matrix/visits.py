@@ -18,7 +18,8 @@ from dualform.layers import expand, positions
 from dualform.ledger import Codec, Records, Stream
 from dualform.ledger.codecs import Column, Exact
 from dualform.read.engine import ShardRange
-from dualform.read.scan import RowColumns, StoredRecords, at_least_32_bits, widths
+from dualform.read.row_columns import RowColumns, widths
+from dualform.read.scan import StoredRecords, at_least_32_bits
 
 GATHERED_BYTES = 256 << 20
 """How many bytes of records are gathered at a time, of all streams that a book is made of."""

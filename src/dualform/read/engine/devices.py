@@ -1,0 +1,57 @@
+"""Where rows are computed with: which devices there are, and how they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dualform.errors import ReadingError
+
+
+def device_named(given: torch.device | str) -> torch.device:
+    """The device that was given, or an error that says which ones there are.
+
+    >>> device_named("cpu")
+    device(type='cpu')
+    >>> device_named("gpu")
+    Traceback (most recent call last):
+    dualform.errors.ReadingError: there is no device 'gpu': ...
+    """
+    there = _devices()
+    try:
+        device = torch.device(given)
+    except RuntimeError as error:
+        raise _unknown(given, there) from error
+    name = str(torch.device(device.type, device.index or 0)) if device.type != "cpu" else "cpu"
+    if name not in there and device.type != "meta":
+        raise _unknown(given, there)
+    return device
+
+
+def _devices() -> list[str]:
+    """The devices of this machine that torch can use."""
+    found = ["cpu", *(f"cuda:{at}" for at in range(torch.cuda.device_count()))]
+    kinds = (("mps", torch.backends.mps.is_available()), ("xpu", torch.xpu.is_available()))
+    return found + [f"{kind}:0" for kind, available in kinds if available]
+
+
+def _unknown(given: torch.device | str, there: list[str]) -> ReadingError:
+    names = " and ".join(f"'{name}'" for name in there)
+    verb = "are" if len(there) > 1 else "is"
+    return ReadingError(
+        f"there is no device '{given}': torch {torch.__version__} finds on this machine that there "
+        f"{verb} {names}. Leave the device out to read on processors."
+    )
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Products of float32 matrices by all of their digits, and not by those of TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
