@@ -1,8 +1,9 @@
 """What instruments take: a forward pass with each, against one without, in turns.
 
-`python -m benchmarks.diagnose` prints a line for each model and instrument. The target, at most
-1.05, is that of hooks. What needs all attention weights is listed apart: fused attention does not
-form them, so they have to be computed beside it.
+`python -m benchmarks.diagnose` prints a line for each model and instrument, `--device cuda` of
+models that fill a GPU. The target, at most 1.05, is that of hooks and of what only looks at tokens.
+What needs all attention weights is listed apart: fused attention does not form them, so they have
+to be computed beside it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,12 +58,26 @@ def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     return {name: (model.eval(), batch) for name, (model, batch) in found.items()}
 
 
+def large_models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """Those of a GPU: GPT-2-small and ViT-B, with random weights."""
+    torch.manual_seed(0)
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval().cuda()
+    for batch in (4, 16):
+        words = torch.randint(50257, (batch, 1024), device="cuda")
+        yield f"GPT-2, 12 × 768, {batch} × 1,024", gpt2, {"input_ids": words, "use_cache": False}
+    vit = transformers.ViTModel(transformers.ViTConfig()).eval().cuda()
+    yield "ViT, 12 × 768, 64 × 197", vit, {"pixel_values": torch.randn(64, 3, 224, 224).cuda()}
+
+
 def instruments(model: nn.Module, batch: dict[str, Any]) -> dict[str, Callable[[], object]]:
     """Those that only look at tokens, and those that need all weights."""
     blocks = find_blocks(model)
     return {
         "hooks": lambda: look(model, blocks, lambda seen: None, (), batch, with_weights=False),
-        "collapse, with_weights=False": lambda: collapse(model, with_weights=False, **batch),
+        "tokens: collapse": lambda: collapse(model, with_weights=False, **batch),
+        "tokens: collapse of all samples": lambda: collapse(
+            model, with_weights=False, samples=None, **batch
+        ),
         "all weights: collapse": lambda: collapse(model, **batch),
         "all weights: heads": lambda: heads(model, **batch),
         "all weights: dualform.diagnose": lambda: dualform.diagnose(model, batch),
@@ -75,14 +90,48 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--cpu", action="store_true", help="CPU time, for a busy machine.")
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     clock = time.process_time if given.cpu else time.perf_counter
     torch.backends.mha.set_fastpath_enabled(False)  # the same calls on both sides
-    for name, (model, batch) in models().items():
+    if given.device == "cpu":
+        for name, (model, batch) in models().items():
+            for instrument, work in instruments(model, batch).items():
+                show(f"{name} | {instrument}", work, partial(model, **batch), given.turns, clock)
+        return
+    for name, model, batch in large_models():
         for instrument, work in instruments(model, batch).items():
-            work()
-            found = compare(work, partial(model, **batch), given.turns, clock)
-            print(f"{name} | {instrument} | {found} | {1000 * found.reference:.0f} ms", flush=True)
+            if not instrument.startswith("all weights"):
+                for half in (False, True):
+                    with torch.autocast("cuda", torch.bfloat16, enabled=half):
+                        kind = "bf16" if half else "float32"
+                        line = f"{name} | {kind} | {instrument}"
+                        show(line, finished(work), finished(partial(model, **batch)), given.turns)
+
+
+def finished(work: Callable[[], object]) -> Callable[[], object]:
+    """Work, and the wait until the GPU has done it."""
+
+    def done() -> None:
+        work()
+        torch.cuda.synchronize()
+
+    return done
+
+
+def show(
+    line: str,
+    work: Callable[[], object],
+    reference: Callable[[], object],
+    turns: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Times both in turns, and prints a line."""
+    for _ in range(2):
+        work()
+        reference()
+    found = compare(work, reference, turns, clock)
+    print(f"{line} | {found} | {1000 * found.reference:.1f} ms", flush=True)
 
 
 if __name__ == "__main__":

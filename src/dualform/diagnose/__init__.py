@@ -12,7 +12,7 @@ import sys
 
 from dualform.diagnose.callable import DiagnosePackage
 from dualform.diagnose.codes import pair_codes
-from dualform.diagnose.collapse import Collapse, LayerSpread, Spread, collapse, spread
+from dualform.diagnose.collapse import Collapse, LayerSpread, collapse
 from dualform.diagnose.heads import AttentionHead, Heads, heads
 from dualform.diagnose.kernel_pca import (
     KernelPCA,
@@ -34,6 +34,7 @@ from dualform.diagnose.path_kernels import (
 from dualform.diagnose.paths import Paths, paths
 from dualform.diagnose.probe import Probe, ridge_probe
 from dualform.diagnose.report import Diagnosis, LayerMask, Statement, diagnose
+from dualform.diagnose.token_spread import Spread, spread
 
 __all__ = [
     "AttentionHead",

@@ -8,117 +8,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.console import Group
-from torch import Tensor, nn
+from torch import nn
 
 from dualform.diagnose.blocks import find_blocks, look
 from dualform.diagnose.calls import BlockState
 from dualform.diagnose.mask_graph import dobrushin
+from dualform.diagnose.token_spread import Spread, SpreadReader
 from dualform.read.display import Displayed, columns, framed, matplotlib_axes, pandas_frame
 
-EXACT = 512
-"""Up to so many tokens, or so wide, all eigenvalues of XᵀX are computed to find the largest."""
-ROUNDS = 32
-"""Beyond it, so many vectors are made, each by multiplying the last by the tokens and back."""
-PAIRED = 256
-"""So many tokens of a sample are compared in pairs."""
+SAMPLES = 4
+"""The tokens of so many samples are measured, where nothing else is said."""
 FLOOR = 1e-6
 """Relative distances below this are rounding, in float32."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """How different the tokens of a sample are; means over the samples.
-
-    >>> found = spread(torch.eye(4)[None])
-    >>> round(found.distance, 4), round(found.relative, 4), found.stable_rank, found.cosine
-    (1.7321, 0.866, 4.0, 0.0)
-    """
-
-    distance: float
-    """`μ(X) = ‖X − 11ᵀX/N‖`, Frobenius."""
-    relative: float
-    """`μ(X) / ‖X‖`: 0 where all tokens are one."""
-    stable_rank: float
-    """`‖X‖² / σ₁²`: 1 where all tokens lie on one line through the origin."""
-    cosine: float
-    """The mean |cos| of two tokens."""
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all tokens were finite numbers.
-
-        >>> spread(torch.full((1, 2, 3), torch.inf)).is_finite
-        False
-        """
-        return all(map(math.isfinite, astuple(self)))
-
-
-@torch.no_grad()
-def spread(tokens: Tensor) -> Spread:
-    """How different the tokens (batch, tokens, width) of each sample are, on average.
-
-    >>> spread(torch.ones(2, 5, 3)).relative
-    0.0
-    """
-    x = tokens if tokens.dtype == torch.float64 else tokens.float()
-    if not bool(x.isfinite().all()):
-        return Spread(math.nan, math.nan, math.nan, math.nan)
-    total = x.flatten(1).norm(dim=1).clamp_min(1e-30)
-    distance = (x - x.mean(1, keepdim=True)).flatten(1).norm(dim=1)
-    return Spread(
-        float(distance.mean()),
-        float((distance / total).mean()),
-        float((total / _largest_singular_value(x).clamp_min(1e-30)).square().mean()),
-        float(_mean_cosine(x).mean()),
-    )
-
-
-def _largest_singular_value(x: Tensor) -> Tensor:
-    """(batch,)."""
-    if min(x.shape[1:]) > EXACT:
-        x = _in_few_directions(x)
-    gram = x.mT @ x if x.shape[1] > x.shape[2] else x @ x.mT
-    largest: Tensor = torch.linalg.eigvalsh(gram)[:, -1].clamp_min(0).sqrt()
-    return largest
-
-
-def _in_few_directions(x: Tensor) -> Tensor:
-    """(batch, tokens, ROUNDS): x in a basis of `v, XᵀXv, (XᵀX)²v, …`, close to its largest axis."""
-    generator = torch.Generator().manual_seed(0)
-    v = torch.randn(x.shape[2], 1, generator=generator).to(x).expand(len(x), -1, -1)
-    basis: Tensor = v / v.norm(dim=1, keepdim=True)
-    for _ in range(ROUNDS - 1):
-        v = x.mT @ (x @ basis[..., -1:])
-        for _ in range(2):  # the second time for what rounding left
-            v = v - basis @ (basis.mT @ v)
-        v = v / v.norm(dim=1, keepdim=True).clamp_min(1e-30)
-        basis = torch.cat([basis, v], -1)
-    found: Tensor = x @ basis
-    return found
-
-
-def _mean_cosine(x: Tensor) -> Tensor:
-    """(batch,): the mean |cos| over pairs of tokens, spaced evenly where they are many."""
-    each = -(-x.shape[1] // PAIRED)
-    few = x[:, ::each]
-    count = few.shape[1]
-    if count < 2:
-        return few.new_ones(len(few))
-    lengths = few.norm(dim=-1).clamp_min(1e-12)
-    cosines = (few @ few.mT).abs() / (lengths[:, :, None] * lengths[:, None])
-    apart: Tensor = cosines.sum((1, 2)) - cosines.diagonal(dim1=1, dim2=2).sum(1)
-    return apart / (count * (count - 1))
 
 
 @dataclass(frozen=True)
 class LayerSpread:
     """One block: its tokens, and how much its attention brings tokens together.
 
+    >>> import torch
+    >>> from dualform.diagnose import spread
     >>> LayerSpread("h.0", spread(torch.ones(1, 4, 2)), contraction=0.5).spread.relative
     0.0
     """
@@ -136,11 +49,16 @@ class LayerSpread:
 class Collapse(Displayed):
     """The tokens of a network from block to block; prints, plots, and becomes a data frame.
 
+    >>> import torch
+    >>> from dualform.diagnose import spread
     >>> Collapse((LayerSpread("h.0", spread(torch.ones(1, 4, 2))),)).finding
     "All tokens are one after 'h.0'."
     """
 
     layers: tuple[LayerSpread, ...]
+    measured: int | None = None
+    """How many samples were measured, of those that were given; None where that is not known."""
+    given: int | None = None
 
     @property
     def collapsed(self) -> str | None:
@@ -191,7 +109,8 @@ class Collapse(Displayed):
                 "–" if factor is None else f"{factor:.3f}",
                 "–" if least is None else f"{least:.2g}",
             )
-        return framed("tokens, block by block", table, self.finding)
+        part = "" if self.measured == self.given else f" ({self.measured} of {self.given} samples)"
+        return framed(f"tokens, block by block{part}", table, self.finding)
 
     def to_pandas(self) -> Any:
         """A data frame with a line for each block."""
@@ -221,38 +140,57 @@ def collapse(
     *inputs: Any,
     layers: str | Sequence[str] | None = None,
     with_weights: bool = True,
+    samples: int | None = SAMPLES,
     **named: Any,
 ) -> Collapse:
     """How different tokens are after each block of a model that is called with these inputs.
 
-    Blocks are the largest row of alike modules, or those that `layers=` names. `with_weights` also
-    looks at all weights of self-attention, which takes as long as the attention itself. The model
-    runs in eval mode, and is left as it was.
+    Blocks are the largest row of alike modules, or those that `layers=` names. The model runs in
+    eval mode, and is left as it was.
 
+    >>> import torch
     >>> _ = torch.manual_seed(0)
     >>> block = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     >>> found = collapse(nn.TransformerEncoder(block, 4), torch.randn(3, 10, 16))
     >>> len(found.layers), found.collapsed, 0 < found.layers[0].contraction < 1
     (4, None, True)
+
+    Args:
+        with_weights: also looks at all weights of self-attention, which takes as long as the
+            attention itself.
+        samples: the tokens of so many samples of the batch are measured, evenly spaced; None for
+            all.
     """
-    found: list[LayerSpread] = []
-    look(
-        model,
-        find_blocks(model, layers),
-        lambda seen: found.append(layer_spread(seen)),
-        inputs,
-        named,
-        with_weights,
-    )
-    return Collapse(tuple(found))
+    reading = CollapseReading(samples)
+    look(model, find_blocks(model, layers), reading.see, inputs, named, with_weights)
+    return reading.result()
 
 
-def layer_spread(seen: BlockState) -> LayerSpread:
-    """The tokens of a block that ran, and what its attention does to them."""
-    weights = [w for w in seen.weights if bool((w > 0).any())]  # else nobody sees anybody
-    return LayerSpread(
-        seen.name,
-        spread(seen.tokens),
-        math.prod(float(dobrushin(w).mean()) for w in weights) if weights else None,
-        min((float(w[w > 0].min()) for w in weights), default=None),
-    )
+class CollapseReading:
+    """What is seen of blocks while a model runs; `result` measures it.
+
+    >>> import torch
+    >>> reading = CollapseReading()
+    >>> reading.see(BlockState("h.0", torch.ones(1, 4, 2)))
+    >>> reading.result().collapsed
+    'h.0'
+    """
+
+    def __init__(self, samples: int | None = None) -> None:
+        """Measures the tokens of so many samples of the batch, or of all."""
+        self._tokens = SpreadReader(samples)
+        self._rest: list[tuple[str, float | None, float | None]] = []
+
+    def see(self, seen: BlockState) -> None:
+        """Takes the tokens of a block that ran, and measures what its attention does to them."""
+        self._tokens.add(seen.tokens)
+        weights = [w for w in seen.weights if bool((w > 0).any())]  # else nobody sees anybody
+        factor = math.prod(float(dobrushin(w).mean()) for w in weights) if weights else None
+        least = min((float(w[w > 0].min()) for w in weights), default=None)
+        self._rest.append((seen.name, factor, least))
+
+    def result(self) -> Collapse:
+        """That of all blocks."""
+        spreads = zip(self._rest, self._tokens.result(), strict=True)
+        found = (LayerSpread(name, one, *rest) for (name, *rest), one in spreads)
+        return Collapse(tuple(found), self._tokens.measured, self._tokens.given)

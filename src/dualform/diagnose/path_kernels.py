@@ -181,8 +181,8 @@ def fit_paths(
     True
     """
     _require_targets(features, y, prior)
-    y = y.double()
-    factors = _Factors(prior)
+    y = y.to(features.device).double()
+    factors = _Factors(prior, features.device)
     products = _products(features.double(), prior)
     if renormalized:
         _minimize(lambda: action(products, y, prior, *factors.order()), factors.parameters)
@@ -225,14 +225,14 @@ class _Factors:
     of the action in the widths are those of each M_l alone. M_l has its diagonal's logarithms.
     """
 
-    def __init__(self, prior: PathPrior) -> None:
+    def __init__(self, prior: PathPrior, device: torch.device) -> None:
         """Those of infinitely wide layers: `U_l = σ² (I ⊗ U_{l+1})`."""
         self._heads = prior.heads
         half = math.log(prior.variance) / 2
         sizes = [math.prod(prior.heads[at:]) for at in range(len(prior.heads))]
         self.parameters = [
-            torch.full((1, 1), 2 * half, dtype=torch.float64),
-            *(half * torch.eye(size, dtype=torch.float64) for size in sizes),
+            torch.full((1, 1), 2 * half, dtype=torch.float64, device=device),
+            *(half * torch.eye(size, dtype=torch.float64, device=device) for size in sizes),
         ]
         for parameter in self.parameters:
             parameter.requires_grad_()

@@ -95,7 +95,7 @@ class Paths(Displayed):
         """The order parameters, `log₁₀ |U_ππ'|`."""
         axes = matplotlib_axes(axes)
         picture = axes.imshow(
-            self.kernel.order.abs().clamp_min(1e-12).log10().numpy(), cmap="Blues"
+            self.kernel.order.abs().clamp_min(1e-12).log10().cpu().numpy(), cmap="Blues"
         )
         axes.set(xlabel="path", ylabel="path", title="log₁₀ |U|")
         axes.figure.colorbar(picture, ax=axes)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dualform.diagnose.blocks import find_blocks, look
 from dualform.diagnose.calls import AttentionCall, BlockState
-from dualform.diagnose.collapse import Collapse, LayerSpread, layer_spread
+from dualform.diagnose.collapse import Collapse, CollapseReading
 from dualform.diagnose.heads import HeadReadings, Heads, no_attention
 from dualform.diagnose.kernel_pca import ValueAudit, audit_values
 from dualform.diagnose.mask_graph import MaskGraph, mask_graph
@@ -167,13 +167,13 @@ def diagnose(
         ablate: also runs the model once without each head, to see what it loses.
     """
     inputs, named = arguments(batch)
-    spreads: list[LayerSpread] = []
+    tokens = CollapseReading()
     masks: list[LayerMask] = []
     audits = _Audits()
     heads = HeadReadings()
 
     def see(seen: BlockState) -> None:
-        spreads.append(layer_spread(seen))
+        tokens.see(seen)
         masks.extend(LayerMask(seen.name, *_mask_of(call.weights)) for call in seen.calls)
         audits.see(seen)
         heads.see(seen)
@@ -183,7 +183,7 @@ def diagnose(
         raise no_attention(model)
     found = heads.ablated(model, out, lambda: model(*inputs, **named)) if ablate else heads.result()
     return Diagnosis(
-        Collapse(tuple(spreads)),
+        tokens.result(),
         tuple(masks),
         found if found.heads else None,
         tuple(audits.found),
