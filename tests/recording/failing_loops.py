@@ -12,6 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tests.recording.distributed_loops import BATCH, LOOPS, own_passes, run_pass, start
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dualform
@@ -19,24 +25,39 @@ from dualform.errors import RecordingEndedWarning
 
 NAME = "AdamW"
 STEPS = 9
+WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def go_on(
-    rank: int, of: int, folder: Path, until: int, killed: tuple[int, int] | None = None
+    rank: int,
+    of: int,
+    folder: Path,
+    until: int,
+    killed: tuple[int, int] | None = None,
+    sharded: bool = False,
 ) -> None:
     """Trains up to a step from where the last checkpoint is, and saves one after every third.
 
-    `killed` is a process, and the step before which it dies.
+    `killed` is a process, and the step before which it dies. Parameters are whole, or `sharded`.
     """
     loop, saved = LOOPS[NAME], folder / "saved.pt"
     model, data, begun = start(loop), loop.inputs().double(), 0
+    sharded = sharded and of > 1
+    if sharded:
+        fully_shard(model[0])
+        fully_shard(model)
     optimizer = loop.optimizer(model.parameters(), lr=loop.lr)
     if saved.exists():
         state = torch.load(saved)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=WHOLE,
+        )
         begun = state["step"]
-    called = DistributedDataParallel(model) if of > 1 else model
+    called = DistributedDataParallel(model) if of > 1 and not sharded else model
     resume = (folder / "run").exists()
     if of > 1:
         dist.barrier()  # before one of them makes it
@@ -52,9 +73,10 @@ def go_on(
             optimizer.zero_grad()
             if step % 3 == 2:
                 recorder.checkpoint()
+                weights, memory = get_state_dict(model, optimizer, options=WHOLE)
                 if rank == 0:
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    torch.save({**state, "step": step + 1}, folder / "draft.pt")
+                    state = {"model": weights, "optimizer": memory, "step": step + 1}
+                    torch.save(state, folder / "draft.pt")
                     os.replace(folder / "draft.pt", saved)
 
 
@@ -64,6 +86,14 @@ def killed_1_at_5(rank: int, of: int, folder: Path) -> None:
 
 def killed_0_at_7(rank: int, of: int, folder: Path) -> None:
     go_on(rank, of, folder, STEPS, (0, 7))
+
+
+def killed_1_at_5_in_parts(rank: int, of: int, folder: Path) -> None:
+    go_on(rank, of, folder, STEPS, (1, 5), sharded=True)
+
+
+def killed_0_at_7_in_parts(rank: int, of: int, folder: Path) -> None:
+    go_on(rank, of, folder, STEPS, (0, 7), sharded=True)
 
 
 def killed_as_said(rank: int, of: int, folder: Path) -> None:

@@ -14,12 +14,14 @@ from tests.recording.failing_loops import STEPS as STEPS_OF_VICTIMS
 from tests.recording.failing_loops import (
     fail_save_and_leave,
     killed_0_at_7,
+    killed_0_at_7_in_parts,
     killed_1_at_5,
+    killed_1_at_5_in_parts,
     killed_as_said,
     to_the_end,
 )
 from tests.recording.refused_loops import refuse_all
-from tests.recording.trained_by import begun, trained_by
+from tests.recording.trained_by import Task, begun, trained_by
 
 import dualform
 
@@ -91,8 +93,15 @@ def test_what_cannot_be_one_run_is_refused_in_all_processes(tmp_path: Path) -> N
     assert dualform.open(tmp_path / "at last").steps == 1
 
 
-def test_a_killed_process_leaves_a_run_that_any_number_goes_on_with(tmp_path: Path) -> None:
-    for task, of, victim, readable in ((killed_1_at_5, 2, 1, 3), (killed_0_at_7, 3, 0, 6)):
+@pytest.mark.parametrize(
+    "tasks",
+    [(killed_1_at_5, killed_0_at_7), (killed_1_at_5_in_parts, killed_0_at_7_in_parts)],
+    ids=["whole", "in parts"],
+)
+def test_a_killed_process_leaves_a_run_that_any_number_goes_on_with(
+    tasks: tuple[Task, Task], tmp_path: Path
+) -> None:
+    for task, of, victim, readable in zip(tasks, (2, 3), (1, 0), (3, 6), strict=True):
         processes = begun(task, of, tmp_path)
         for process in processes:
             process.join()
