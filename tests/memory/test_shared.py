@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import BilinearFunctional, Functional, Sides, by_group
+from dualform.memory.blocks import BilinearFunctional, Functional, Sides
+from dualform.memory.products import by_group
 from dualform.memory.shared import SharedSides
 
 ROWS, HEIGHT, WIDTH = 5, 6, 4

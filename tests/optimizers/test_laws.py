@@ -114,14 +114,14 @@ def test_many_steps_at_once_are_the_steps(name: str, options: dict[str, Any], ki
         state = dict(training.memory[start])
         b = state.pop(rule.buffer, torch.zeros(4, 5).double())
         at = Moment(training.W[start], b, state)
-        work = (rule, training.hyper[start:], list(given[start:]), at)
+        work = (rule, training.hyper[start:], given[start:], at)
         found = list(moves(*work))
         plain = rule.stretch(training.hyper[start:], state, given[start:]) is None
         asks_for_W = options.get("weight_decay") and not options.get("decoupled_weight_decay")
         able = name == "AdamW" or (name == "Adam" and not asks_for_W)
         assert plain == (not able or "amsgrad" in options), "which rules can do it"
         if plain:
-            assert [len(move.places) for move in found] == [1] * (12 - start)
+            assert [move.steps for move in found] == [1] * (12 - start)
             continue
         (move,) = found
         ((W, b, after), one_by_one) = move.after, _one_by_one(*work)
@@ -139,11 +139,11 @@ def test_many_steps_at_once_are_the_steps(name: str, options: dict[str, Any], ki
 
 
 def _one_by_one(
-    rule: StateRule, hypers: Sequence[Hyper], gradients: Sequence[Tensor], at: Moment
+    rule: StateRule, hypers: Sequence[Hyper], gradients: Tensor, at: Moment
 ) -> list[Move]:
     found: list[Move] = []
     for hyper, gradient in zip(hypers, gradients, strict=True):
-        (move,) = moves(rule, [hyper], [gradient], found[-1].after if found else at)
+        (move,) = moves(rule, [hyper], gradient[None], found[-1].after if found else at)
         found.append(move)
     return found
 

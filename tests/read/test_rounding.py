@@ -16,7 +16,7 @@ from dualform.ledger import Ledger
 from dualform.optimizers import StateRule, apply
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import RowReader
-from dualform.read.replay import replayed_gradients
+from dualform.read.seen import replayed_gradients
 from dualform.read.step_gradients import is_rounded, kernel_dtype, rounded_gradients, step_gradients
 from dualform.read.weights import balance, initial_part
 

@@ -10,7 +10,8 @@ from dualform.errors import LedgerError
 from dualform.ledger import Book
 from dualform.optimizers import BY_ROW, Hyper, State, StateRule
 from dualform.read.coefficients import Accounting
-from dualform.read.replay import kept_moment, replayed_gradients, spans_of
+from dualform.read.replay import kept_moment, spans_of
+from dualform.read.seen import replayed_gradients
 from dualform.recording.observer import is_due
 
 

@@ -37,7 +37,8 @@ from dualform.layers.use import (
     named,
 )
 from dualform.ledger import Stream, Term
-from dualform.memory.blocks import as_matrix, by_group, from_matrix
+from dualform.memory.blocks import as_matrix, from_matrix
+from dualform.memory.products import by_group
 
 
 class Conv(LayerKind):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from dualform.ledger import Stream
-from dualform.memory.blocks import by_group
+from dualform.memory.products import by_group
 
 
 def patches(stream: Stream, records: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dualform.layers.patches import at_positions, patches, responses
 from dualform.layers.use import Rows
 from dualform.ledger import Stream
-from dualform.memory.blocks import by_group
+from dualform.memory.products import by_group
 
 
 def positions(stream: Stream) -> int:

@@ -19,7 +19,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from dualform.memory.products import bilinear_answers, summed_products
+from dualform.memory.products import bilinear_answers, by_group, summed_products
 
 
 def as_matrix(parameter: Tensor, view: str, groups: int = 1) -> Tensor:
@@ -100,15 +100,6 @@ def from_matrix(matrix: Tensor, shape: tuple[int, ...], view: str, groups: int =
     return matrix.reshape(inner).transpose(1, 2).reshape(shape)
 
 
-def by_group(rows: Tensor, groups: int) -> Tensor:
-    """The second dimension split into groups.
-
-    >>> by_group(torch.zeros(5, 6), 2).shape
-    torch.Size([5, 2, 3])
-    """
-    return rows.reshape(len(rows), groups, rows.shape[1] // groups, *rows.shape[2:])
-
-
 class RowBlocks(ABC):
     """Rows, each of which adds a block to a matrix."""
 
@@ -142,6 +133,12 @@ class RowBlocks(ABC):
         """(some, *shape): the totals of the parts as matrices, those together that come at once."""
         for part in parts:
             yield self[part].total(coefficients[part], shape)[None]
+
+    def equal_totals(self, count: int, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """(count, *shape): the totals of so many parts of as many rows, as matrices."""
+        each = len(coefficients) // count
+        parts = [slice(at, at + each) for at in range(0, len(coefficients), each)]
+        return torch.cat(list(self.matrix_totals(parts, coefficients, shape)))
 
 
 @dataclass(frozen=True)
@@ -215,17 +212,26 @@ class Sides(RowBlocks):
         self, parts: Sequence[slice], coefficients: Tensor, shape: tuple[int, ...]
     ) -> Iterator[Tensor]:
         """Those of neighboring parts of as many rows by one product."""
-        plain = self.a.ndim == 2 and (self.b is None or self.b.ndim == 2)
         for some in _alike(parts):
-            if len(some) == 1 or not plain:
+            if len(some) == 1 or not self._plain:
                 yield from super().matrix_totals(some, coefficients, shape)
                 continue
             rows = slice(some[0].start, some[-1].stop)
-            sizes = (len(some), some[0].stop - some[0].start, -1)
-            a = (self.a[rows].double() * coefficients[rows, None]).reshape(sizes)
-            b = None if self.b is None else self.b[rows].double().reshape(sizes)
-            blocks = a.sum(1)[:, :, None] if b is None else a.mT @ b
-            yield self._placed(blocks, shape)
+            yield self[rows].equal_totals(len(some), coefficients[rows], shape)
+
+    def equal_totals(self, count: int, coefficients: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """(count, *shape): those of parts of as many rows, by one product."""
+        if not self._plain:
+            return super().equal_totals(count, coefficients, shape)
+        sizes = (count, len(coefficients) // count, -1)
+        a = (self.a.double() * coefficients[:, None]).reshape(sizes)
+        b = None if self.b is None else self.b.double().reshape(sizes)
+        return self._placed(a.sum(1)[:, :, None] if b is None else a.mT @ b, shape)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether each row is a vector on both sides."""
+        return self.a.ndim == 2 and (self.b is None or self.b.ndim == 2)
 
     def _placed(self, blocks: Tensor, shape: tuple[int, ...]) -> Tensor:
         """(..., *shape): blocks where they begin, and zeros around them."""

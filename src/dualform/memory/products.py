@@ -34,3 +34,12 @@ def bilinear_answers(a: Tensor, D: Tensor, b: Tensor) -> Tensor:
         between = torch.matmul(b, some.flatten(0, 1).T).view(len(a), len(some), a.shape[1])
         torch.sum(between.mul_(a[:, None]), 2, out=found[:, at : at + each])
     return found
+
+
+def by_group(rows: Tensor, groups: int) -> Tensor:
+    """The second dimension split into groups.
+
+    >>> by_group(torch.zeros(5, 6), 2).shape
+    torch.Size([5, 2, 3])
+    """
+    return rows.reshape(len(rows), groups, rows.shape[1] // groups, *rows.shape[2:])

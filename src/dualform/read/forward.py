@@ -8,12 +8,11 @@ large book goes through the steps in blocks; small books that had the same steps
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,18 +20,14 @@ from dualform.ledger import Book
 from dualform.ledger.format import BUFFER, STATE
 from dualform.optimizers import BY_ROW, Hyper, StateRule, Value, added, as_tensor
 from dualform.read.coefficients import Accounting
-from dualform.read.moves import Moment, moves, stretches
-from dualform.read.replay import kept_moment, replayed_gradients
-from dualform.read.step_gradients import step_gradients
+from dualform.read.moves import SMALL, Moment, moves, stretches
+from dualform.read.replay import kept_moment
+from dualform.read.seen import SeenGradients
 
 BLOCK = 1 << 15
 """So many elements are replayed at a time by each core of a processor: they fit its cache."""
 GRADIENT_BYTES = 64 << 20
 """How much the gradients may take that are held at a time, unless a single one takes more."""
-Split: TypeAlias = dict[int, list[Tensor]]
-"""Gradients by step, each in blocks."""
-JOINED = 1 << 13
-"""So many elements of small books go through the steps together, at most."""
 Totals: TypeAlias = tuple[Tensor, Tensor, Tensor]
 """A book as it adds up, its first value's part, and that of the chosen rows, in float64."""
 
@@ -63,20 +58,18 @@ class Place:
         self,
         rule: StateRule,
         hypers: Sequence[Hyper],
-        gradients: Sequence[Tensor],
-        chosen: Sequence[Tensor],
+        gradients: Tensor,
+        chosen: Tensor | None,
     ) -> None:
         """Some steps of the optimizer in a row."""
-        for places, step, _, after in moves(rule, hypers, gradients, self.at):
+        for place, _, step, after in moves(rule, hypers, gradients, self.at):
             self.at = after
             self.initial = Course(*step.carry(*self.initial))
             if self.gap is not NOTHING:
                 self.gap = Course(*step.carry(*self.gap))
-            if chosen:
+            if chosen is not None:
                 old = [as_tensor(value, after.W) for value in self.chosen]
-                some = [chosen[place] for place in places]
-                own = torch.stack(some) if len(some) > 1 else some[0]
-                self.chosen = Course(*step.forward(old[0], old[1], own))
+                self.chosen = Course(*step.forward(old[0], old[1], chosen[place]))
 
     def restart(self, at: Moment, buffered: bool) -> None:
         """Goes on from what was kept; without a buffer there, nothing of the old one does."""
@@ -123,7 +116,7 @@ class Forward:
     @property
     def joins(self) -> bool:
         """Whether the book may go through its steps together with others."""
-        return self.rule.elementwise and len(self.book.shape) > 0 and self.book.size <= JOINED
+        return self.rule.elementwise and len(self.book.shape) > 0 and self.book.size <= SMALL
 
     @property
     def fingerprint(self) -> tuple[Any, ...]:
@@ -141,28 +134,12 @@ class Forward:
         buffers = tuple(history.buffers.items())
         return history.states.tobytes(), history.hyper.tobytes(), buffers, tuple(kept)
 
-    def gradients(self, steps: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """What the optimizer saw at each of these steps, of all rows and of the chosen ones."""
-        reader, place = self.accounting.reader, (self.book, steps[0], steps[-1])
-        gradients, ratios = replayed_gradients(reader, self.rule, *place)
-        if self._samples is None:
-            return self._scaled(steps, gradients, {}), []
-        chosen = step_gradients(reader, *place, self._samples)
-        return self._scaled(steps, gradients, {}), self._scaled(steps, chosen, ratios)
-
-    def _scaled(
-        self, steps: Sequence[int], sums: Mapping[int, Tensor], ratios: Mapping[int, Tensor]
-    ) -> list[Tensor]:
-        """Sums of rows times the factors of their steps."""
-        none = torch.zeros(self.book.shape, dtype=torch.float64, device=self.accounting.device)
-        factors = self.accounting.factors(self.book)[np.array(steps) - 1].tolist()
-        found = []
-        for t, factor in zip(steps, factors, strict=True):
-            gradient = sums.get(t, none)
-            if t in ratios:
-                gradient = gradient * ratios[t]
-            found.append(gradient if factor == 1.0 else gradient * factor)
-        return found
+    def seen(self, first: int, last: int) -> tuple[SeenGradients, SeenGradients | None]:
+        """What the optimizer saw in a span, of all rows and of the chosen ones."""
+        accounting, book = self.accounting, self.book
+        given = accounting.reader, self.rule, book, accounting.factors(book).tolist(), first, last
+        chosen = None if self._samples is None else SeenGradients(*given, self._samples)
+        return SeenGradients(*given), chosen
 
 
 class JoinedBooks:
@@ -205,31 +182,27 @@ class JoinedBooks:
         for begin in range(first, last + 1, count):
             numbers = range(begin, min(begin + count, last + 1))
             by_row = [t for t in numbers if self._history.states[t - 1] == BY_ROW]
-            gradients, chosen = self._gradients(by_row) if by_row else ({}, {})
             hyper = self._history.each(by_row, self._rule.fields)
             groups = list(stretches(numbers, hyper, shares, min(self._size, self._block)))
+            seen = [one.seen(by_row[0], by_row[-1]) for one in self._books] if by_row else []
+            every, chosen = [own for own, _ in seen], [some for _, some in seen if some]
             for at, (place, found) in enumerate(zip(places, sums, strict=True)):
                 for group in groups:
                     if group[0] in hyper:
-                        every, some = (
-                            [by_step[t][at] for t in group] if by_step else []
-                            for by_step in (gradients, chosen)
-                        )
-                        place.go(self._rule, [hyper[t] for t in group], every, some)
+                        some = self._block_of(chosen, group, at) if chosen else None
+                        own = self._block_of(every, group, at)
+                        place.go(self._rule, [hyper[t] for t in group], own, some)
                     if shares[group[-1]]:
                         found.count(place, shares[group[-1]])
 
-    def _gradients(self, steps: Sequence[int]) -> tuple[Split, Split]:
-        """What the optimizer saw at each of these steps, of all rows and of some."""
-        every, some = zip(*[one.gradients(steps) for one in self._books], strict=True)
-        return self._by_step(steps, every), self._by_step(steps, some) if some[0] else {}
-
-    def _by_step(self, steps: Sequence[int], books: Sequence[Sequence[Tensor]]) -> Split:
-        """The gradients of the books at each step, joined, in blocks."""
-        joined = books[0]
-        if len(books) > 1:
-            joined = torch.cat([torch.stack(list(own)).flatten(1) for own in books], 1).unbind()
-        return dict(zip(steps, map(self._split, joined), strict=True))
+    def _block_of(self, seen: Sequence[SeenGradients], steps: Sequence[int], at: int) -> Tensor:
+        """The gradients of the books at some steps, joined; of a large book, one of its blocks."""
+        if len(seen) > 1:
+            return torch.cat([one.of(steps).flatten(1) for one in seen], 1)
+        whole = seen[0].of(steps)
+        if self._size <= self._block:
+            return whole
+        return whole.flatten(1)[:, at * self._block : (at + 1) * self._block]
 
     def _kept(self, step: int) -> list[Moment]:
         """What was kept of a step, joined, block by block."""
@@ -273,7 +246,7 @@ def forward_totals(
     for one in [Forward(accounting, book, samples) for book in books]:
         key = one.fingerprint if one.joins else (one.book.name,)
         size = one.book.size + sum(other.book.size for other in joining.get(key, ()))
-        if key not in joining or size > JOINED:
+        if key not in joining or size > SMALL:
             joining[key] = []
             groups.append(joining[key])
         joining[key].append(one)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from dualform.optimizers import Hyper, State, StateRule, Step
 
 MOST_STEPS = 32
 """How many steps are made at once: the work of a step grows with it, its calls of torch fall."""
+SMALL = 1 << 13
+"""A book of at most so many elements is small: its steps are made many at a time."""
 MOST_NUMBERS = 1 << 16
 """How many elements the gradients of such steps may have: a processor's cache holds them."""
 
@@ -27,32 +28,32 @@ class Moment(NamedTuple):
 class Move(NamedTuple):
     """A step of the optimizer, or many as one."""
 
-    places: range
-    """Which of the steps that were asked for."""
+    place: int | slice
+    """Which of the gradients are its own."""
+    steps: int
+    """How many steps it is."""
     step: Step
-    gradient: Tensor
-    """(*shape) of one step, (steps, *shape) of many."""
     after: Moment
     """Where it leads."""
 
 
 def moves(
-    rule: StateRule, hypers: Sequence[Hyper], gradients: Sequence[Tensor], at: Moment
+    rule: StateRule, hypers: Sequence[Hyper], gradients: Tensor, at: Moment
 ) -> Iterator[Move]:
-    """What some steps in a row make of a parameter: one move if the rule can, else one each."""
-    count = len(hypers)
-    if count > 1:
-        stacked = torch.stack(list(gradients))
-        found = rule.stretch(hypers, at.state, stacked)
-        if found is not None:
-            step, state = found
-            after = Moment(*step.forward(at.W, at.b, stacked), state)
-            yield Move(range(count), step, stacked, after)
-            return
-    for place, (hyper, gradient) in enumerate(zip(hypers, gradients, strict=True)):
+    """What steps with these gradients, (steps, *shape), make of a parameter.
+
+    One move if the rule can, else one each.
+    """
+    found = rule.stretch(hypers, at.state, gradients) if len(hypers) > 1 else None
+    if found is not None:
+        step, state = found
+        after = Moment(*step.forward(at.W, at.b, gradients), state)
+        yield Move(slice(None), len(hypers), step, after)
+        return
+    for place, (hyper, gradient) in enumerate(zip(hypers, gradients.unbind(), strict=True)):
         step, state = rule.transition(hyper, at.state, at.W, at.b, gradient)
         at = Moment(*step.forward(at.W, at.b, gradient), state)
-        yield Move(range(place, place + 1), step, gradient, at)
+        yield Move(place, 1, step, at)
 
 
 def stretches(
@@ -65,7 +66,8 @@ def stretches(
     >>> list(stretches(range(1, 8), {1, 2, 3, 5, 6, 7}, [0.0] * 6 + [0.5, 0.5], 10))
     [[1, 2, 3], [4], [5, 6], [7]]
     """
-    most, group = max(1, min(MOST_STEPS, MOST_NUMBERS // max(1, size))), list[int]()
+    most = max(1, min(MOST_STEPS, MOST_NUMBERS // max(1, size))) if size <= SMALL else 1
+    group = list[int]()
     for t in numbers:
         if group and (t not in by_row or len(group) == most):
             yield group

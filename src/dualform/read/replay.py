@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,7 +38,7 @@ from dualform.optimizers import (
 )
 from dualform.read.engine import RowReader
 from dualform.read.moves import Moment, moves, stretches
-from dualform.read.step_gradients import is_rounded, rounded_gradients, step_gradients
+from dualform.read.seen import SeenGradients
 
 COUNTS, MOST = {"step": 0, "every": 1}, 1e15
 """The least that what an optimizer counts can be, and the most."""
@@ -49,8 +49,6 @@ DAMPING = 0.1
 
 Taken: TypeAlias = tuple[Sequence[int], Step]
 """A step, or many as one, and the numbers of those."""
-Replayed: TypeAlias = tuple[dict[int, Tensor], dict[int, Tensor]]
-"""Gradients by step, and what the sums of rows were multiplied by to be them, if by anything."""
 
 
 class Replay:
@@ -77,8 +75,9 @@ class Replay:
         taken: list[Taken] = [([t], STILL) for t in range(first, last + 1)]
         ratios: Mapping[int, Tensor] = {}
         if (self._history.states[first - 1 : last] == BY_ROW).any():
-            gradients, ratios = self._gradients(first, last)
-            taken, _ = self._forward(self._before(first), first, last, gradients)
+            seen = self._seen(first, last)
+            taken, _ = self._forward(self._before(first), first, last, seen)
+            ratios = seen.ratios
         return self._walked(taken, first, ratios)
 
     def _walked(
@@ -102,16 +101,15 @@ class Replay:
             for start, end in self._spans:
                 if kept < start < first:
                     self._moments[start] = moment
-                    gradients, _ = self._gradients(start, end)
-                    _, moment = self._forward(moment, start, end, gradients)
+                    _, moment = self._forward(moment, start, end, self._seen(start, end))
             self._moments[first] = moment
         return self._moments.pop(first)
 
-    def _gradients(self, first: int, last: int) -> Replayed:
-        return replayed_gradients(self._reader, self._rule, self.book, first, last)
+    def _seen(self, first: int, last: int) -> SeenGradients:
+        return SeenGradients(self._reader, self._rule, self.book, self._factors, first, last)
 
     def _forward(
-        self, at: Moment, first: int, last: int, gradients: Mapping[int, Tensor]
+        self, at: Moment, first: int, last: int, seen: SeenGradients
     ) -> tuple[list[Taken], Moment]:
         """What the steps did, and the state after them."""
         numbers, taken = range(first, last + 1), list[Taken]()
@@ -121,17 +119,11 @@ class Replay:
                 taken.append((group, STILL))
                 continue
             hypers = [hyper[t] for t in group]
-            for move in moves(self._rule, hypers, self._seen(group, gradients, at), at):
-                taken.append(([group[place] for place in move.places], move.step))
+            left = iter(group)
+            for move in moves(self._rule, hypers, seen.of(group), at):
+                taken.append((list(islice(left, move.steps)), move.step))
                 at = move.after
         return taken, at
-
-    def _seen(
-        self, steps: Sequence[int], gradients: Mapping[int, Tensor], at: Moment
-    ) -> list[Tensor]:
-        """What the optimizer saw at some steps."""
-        none = torch.zeros_like(at.W)
-        return [gradients.get(t, none) * float(self._factors[t - 1]) for t in steps]
 
     def _by_row(self, t: int) -> bool:
         return bool(self._history.states[t - 1] == BY_ROW)
@@ -225,22 +217,6 @@ def kept_moment(reader: RowReader, rule: StateRule, book: Book, step: int) -> Mo
                 f"'{name}'; restore the file from a copy of the run."
             )
     return Moment(wide[name], wide.get(BUFFER + name, torch.zeros_like(wide[name])), state)
-
-
-def replayed_gradients(
-    reader: RowReader, rule: StateRule, book: Book, first: int, last: int
-) -> Replayed:
-    """Each step's gradient as a rule needs it: where it follows signs, as a kernel rounded it.
-
-    A rounding has no parts: a row's share of it is what the rounded sum is to the sum, one number
-    for each element, by which coefficients are multiplied.
-    """
-    sums = step_gradients(reader, book, first, last)
-    if not (rule.follows_signs and is_rounded(reader.ledger, book)):
-        return sums, {}
-    seen = rounded_gradients(reader, book, first, last)
-    ratios = {t: torch.where(g == 0, 1.0, seen[t] / g) for t, g in sums.items()}
-    return {t: g * ratios[t] for t, g in sums.items()}, ratios
 
 
 def spans_of(ledger: Ledger, until: int, size: int) -> list[tuple[int, int]]:

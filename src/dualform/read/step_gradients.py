@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger, Stream
 from dualform.ledger.reader import values_by_step
-from dualform.memory.blocks import matrix_shape
+from dualform.memory.blocks import from_matrix, keeps_order, matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides
 from dualform.memory.summary import SummarySides
@@ -134,6 +134,70 @@ class StepGradients(StreamFold[GradientsByStep]):
         for t, gradient in other.items():
             one[t] = one[t].add_(gradient) if t in one else gradient
         return one
+
+
+@dataclass(frozen=True)
+class GradientTable(Fold[Tensor]):
+    """(steps, *shape): the sum of a small book's rows for each step of a span, and residuals.
+
+    Steps that have as many rows are added up by one product.
+    """
+
+    book: Book
+    fed_by: tuple[Stream, ...]
+    first: int
+    last: int
+    device: torch.device | str = "cpu"
+    samples: Tensor | None = None
+    """The stored ids of the samples whose rows count; by default of all."""
+
+    @property
+    def streams(self) -> list[str]:
+        """Those that feed the book."""
+        return list(self.book.terms)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Of the table."""
+        return 8 * self.book.size * (self.last - self.first + 1)
+
+    def start(self) -> Tensor:
+        """Zeros."""
+        sizes = (self.last - self.first + 1, *self.book.shape)
+        return torch.zeros(sizes, dtype=torch.float64, device=self.device)
+
+    def fold(self, partial: Tensor, shard: ShardRange) -> Tensor:
+        """Adds the rows of a shard to their steps."""
+        shape = self.book.shape
+        for stream in self.fed_by:
+            term = self.book.terms[stream.name]
+            matrix = matrix_shape(shape, term.view, term.groups)
+            for chunk in chunks(shard, stream, self.device):
+                sides, counts = row_sides(chunk, term), chosen(chunk, self.samples)
+                for steps, rows in _alike(chunk.steps):
+                    found = sides[rows].equal_totals(len(steps), counts[rows], matrix)
+                    if not keeps_order(term.view):
+                        parts = [from_matrix(one, shape, term.view, term.groups) for one in found]
+                        found = torch.stack(parts)
+                    partial.index_add_(0, steps - self.first, found.view(-1, *shape))
+        if self.samples is None:
+            for t, residual in residuals(shard, self.book):
+                partial[t - self.first] += residual.to(partial)
+        return partial
+
+    def merge(self, one: Tensor, other: Tensor) -> Tensor:
+        """The sum."""
+        return one.add_(other)
+
+
+def _alike(numbers: Tensor) -> Iterator[tuple[Tensor, slice]]:
+    """Steps that follow one another and have as many rows each, with these rows."""
+    steps, counts = torch.unique_consecutive(numbers, return_counts=True)
+    sizes, lengths = torch.unique_consecutive(counts, return_counts=True)
+    begin = row = 0
+    for size, length in zip(sizes.tolist(), lengths.tolist(), strict=True):
+        yield steps[begin : begin + length], slice(row, row + size * length)
+        begin, row = begin + length, row + size * length
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualform.memory.blocks import BilinearFunctional, Functional, Sides, by_group
+from dualform.memory.blocks import BilinearFunctional, Functional, Sides
 from dualform.memory.forms.form import Form, asked, placed
+from dualform.memory.products import by_group
 
 
 class OuterForm(Form):
