@@ -137,7 +137,7 @@ class StepGradients(StreamFold[GradientsByStep]):
 
 
 @dataclass(frozen=True)
-class GradientTable(Fold[Tensor]):
+class GradientTable(StreamFold[Tensor]):
     """(steps, *shape): the sum of a small book's rows for each step of a span, and residuals.
 
     Steps that have as many rows are added up by one product.
@@ -152,9 +152,9 @@ class GradientTable(Fold[Tensor]):
     """The stored ids of the samples whose rows count; by default of all."""
 
     @property
-    def streams(self) -> list[str]:
+    def read_streams(self) -> tuple[Stream, ...]:
         """Those that feed the book."""
-        return list(self.book.terms)
+        return self.fed_by
 
     @property
     def partial_bytes(self) -> int:
