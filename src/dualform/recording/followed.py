@@ -14,7 +14,7 @@ from dualform.memory.blocks import as_matrix
 from dualform.optimizers import State
 from dualform.recording.probe import Look
 from dualform.recording.processes import Line
-from dualform.recording.shards import Part
+from dualform.recording.shards import Portion
 
 WIDENED = 1 << 20
 """So many elements are put into float64 at a time."""
@@ -62,7 +62,7 @@ class Followed:
             self._last = (copy, self.of(copy))
         return self._last[1]
 
-    def of(self, parameter: Tensor, part: Part | None = None) -> Tensor:
+    def of(self, parameter: Tensor, part: Portion | None = None) -> Tensor:
         """What is followed of a parameter, or of a tensor of its shape; flat, in float64.
 
         Of a part, its share in the sum over all parts.
@@ -91,7 +91,7 @@ class LookedAt(NamedTuple):
 
 
 def look_at_parts(
-    parts: Mapping[str, Part],
+    parts: Mapping[str, Portion],
     followed: Mapping[str, Followed],
     weights: Sequence[Mapping[str, Tensor]],
     line: Line,

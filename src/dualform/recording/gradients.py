@@ -19,7 +19,7 @@ from dualform.recording.bases import BookBases
 from dualform.recording.pages import calls_are_dear
 from dualform.recording.plan import Plan
 from dualform.recording.probe import Look
-from dualform.recording.shards import Part, local
+from dualform.recording.shards import Portion, local
 
 PROBED_ROWS = 128
 """Higher matrices are probed at so many neighboring rows, others after each hand-over."""
@@ -148,7 +148,7 @@ class GradientProbes:
         return vectors.to(parameter.device, parameter.dtype)
 
 
-def _of_part(own: Tensor, part: Part, look: Look, term: Term) -> Tensor:
+def _of_part(own: Tensor, part: Portion, look: Look, term: Term) -> Tensor:
     """What a step keeps of a gradient of which this process has a part; zero where it has none.
 
     The sum over all processes is what it would keep of the whole.

@@ -40,7 +40,7 @@ from dualform.recording.keep import (
     refuse_needless,
     why_by_step,
 )
-from dualform.recording.shards import Part, part_of, refuse_sharded
+from dualform.recording.shards import Portion, part_of, refuse_sharded
 
 JOINED = (
     "model.join() lets processes make steps without those that have no batches left, and a step of "
@@ -63,7 +63,7 @@ class Plan:
         return self.books[self.columns[name]]
 
     @cached_property
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, Portion]:
         """Of each parameter that is sharded over the processes, which part this one holds."""
         parts = {name: part_of(parameter) for name, parameter in self.parameters.items()}
         return {name: part for name, part in parts.items() if part is not None}

@@ -23,10 +23,10 @@ from dualform.recording.processes import Line
 
 
 @dataclass(frozen=True)
-class Part:
+class Portion:
     """The part of a tensor that a process holds: some places along one dimension.
 
-    >>> part = Part((3, 2), dim=0, start=1, stop=2)
+    >>> part = Portion((3, 2), dim=0, start=1, stop=2)
     >>> part.widened(torch.ones(1, 2))
     tensor([[0., 0.],
             [1., 1.],
@@ -86,7 +86,7 @@ def local(tensor: Tensor) -> Tensor:
         return own
 
 
-def part_of(tensor: Any) -> Part | None:
+def part_of(tensor: Any) -> Portion | None:
     """Which part of a tensor this process holds; None where it holds all of it, in its own right.
 
     >>> part_of(torch.zeros(2)) is None
@@ -105,7 +105,7 @@ def part_of(tensor: Any) -> Part | None:
             stop = min(start + most, shape[dim])
         else:
             counts = counts and at == 0
-    return Part(shape, dim, start, stop, counts)
+    return Portion(shape, dim, start, stop, counts)
 
 
 def changes_of(tensor: Tensor) -> int:
@@ -212,7 +212,7 @@ class Piece(NamedTuple):
     """A copy of this process's part of a tensor."""
 
     own: Tensor
-    part: Part
+    part: Portion
 
 
 Kept: TypeAlias = Tensor | Piece
@@ -269,11 +269,11 @@ class Gathering:
         own = [[p.part.dim, p.part.start, p.part.stop, p.part.counts] for p in pieces.values()]
         places = self._line.said(own)
         for at, piece in enumerate(pieces.values()):
-            parts = [Part(piece.part.shape, *said[at]) for said in places]
+            parts = [Portion(piece.part.shape, *said[at]) for said in places]
             yield _joined(self._line, piece.own, parts)
 
 
-def _joined(line: Line, own: Tensor, parts: Sequence[Part]) -> Tensor:
+def _joined(line: Line, own: Tensor, parts: Sequence[Portion]) -> Tensor:
     """One whole tensor in process 0; in others, their own part again."""
     flat = own.contiguous().reshape(-1).view(torch.uint8)
     sent = flat.new_zeros(max([part.elements for part in parts]) * own.dtype.itemsize)
