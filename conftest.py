@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+pytest_plugins = ["tests.objects"]
+
 collect_ignore = [] if find_spec("quanda") else ["src/dualform/evaluate/quanda.py"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
@@ -23,8 +25,8 @@ def pytest_sessionstart() -> None:
 
 TRAINED = ("fitted", "trained", "stepped")
 """Fixtures that train a case once for all tests of a process."""
-TOGETHER = ("test_cli.py", "test_build.py", "explore")
-"""Files and folders whose fixtures take longer than their tests: a demo, a wheel, a browser."""
+TOGETHER = ("test_cli.py", "test_build.py", "test_objects.py", "explore")
+"""Files and folders whose fixtures take longer than their tests: demos, wheels, servers."""
 
 
 def group_of(item: pytest.Item) -> str | None:

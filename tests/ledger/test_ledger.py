@@ -32,7 +32,8 @@ from dualform.errors import (
 )
 from dualform.ledger import Declaration, Ledger, LedgerWriter, RunInfo, ShardBlock, Stream
 from dualform.ledger.log import LogWriter, seal_line
-from dualform.ledger.tensors import CODES, TensorFile, write_tensors
+from dualform.ledger.tensor_writing import write_tensors
+from dualform.ledger.tensors import CODES, TensorFile
 from dualform.testing import LedgerContract
 from dualform.testing.ledgers import block
 

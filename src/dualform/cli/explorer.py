@@ -21,6 +21,7 @@ from dualform.cli.options import (
 from dualform.demo import EPOCHS, run_demo
 from dualform.explore import Exhibit, Explorer, write_report
 from dualform.explore.show import missing
+from dualform.ledger import run_path
 
 
 @click.command()
@@ -67,7 +68,7 @@ def queries(command: Any) -> Any:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, type=run_path)
 @queries
 @reading
 @click.option("--host", default="127.0.0.1", show_default=True)

@@ -18,13 +18,14 @@ from torch import nn
 
 from dualform.errors import ModelMismatchError, ReadingError
 from dualform.explore import Exhibit, Query
+from dualform.ledger import run_path
 from dualform.ledger.samples import Preview
 from dualform.read import Run, open_run
 from dualform.read.ask import Answer
 from dualform.read.engine.names import ENGINES
 from dualform.read.engine.names import engine as make_engine
 
-run_argument = click.argument("run", type=click.Path(path_type=Path))
+run_argument = click.argument("run", type=run_path)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 count = click.option(
     "-k",

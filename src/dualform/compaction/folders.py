@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dualform.errors import CorruptError, LedgerError, NotARunError, RunLockedError
-from dualform.ledger import Ledger
+from dualform.ledger import Ledger, run_path
 from dualform.ledger.files import (
     exchange,
     finish_exchange,
@@ -49,7 +49,7 @@ class Folders:
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Folders:
         """Those of a path; where that is a link, or has no name, beside what it leads to."""
-        run = Path(path)
+        run = run_path(path)
         if os.path.islink(run) or run.name in ("", ".."):
             run = Path(os.path.realpath(run))
         return cls(run, run.with_name(run.name + BEFORE_COMPACT))

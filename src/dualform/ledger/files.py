@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable
-from io import FileIO
+from functools import partial
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
 from dualform.errors import CorruptError, LedgerError
+from dualform.ledger.object_path import ObjectPath
 
 ASIDE = ".exchange"
 """Behind the name of a folder: the other one, while both exchange their names."""
@@ -24,7 +27,7 @@ KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 )
 
 
-def open_plain(path: Path) -> FileIO:
+def open_plain(path: Path) -> RawIOBase:
     """Opens a file of a run for reading, unbuffered; what is no plain file is refused.
 
     A run may come from a stranger: a pipe would wait forever, and a link lead anywhere.
@@ -33,11 +36,30 @@ def open_plain(path: Path) -> FileIO:
     Traceback (most recent call last):
     dualform.errors.CorruptError: 'no/run.json' is missing; restore it from a copy of the run.
     """
+    return opener(path)()
+
+
+def opener(path: Path) -> Callable[[], RawIOBase]:
+    """Opens a file of a run as often as it is called; of an object, the one that is there now."""
+    if not isinstance(path, ObjectPath):
+        return partial(_open_plain, path)
+    try:
+        return path.found().open
+    except FileNotFoundError as error:
+        raise _missing(path) from error
+
+
+def _open_plain(path: Path) -> RawIOBase:
     require(path, "a file")
     try:
         return path.open("rb", buffering=0)
     except OSError as error:
         raise LedgerError(f"cannot read '{path}': {error.strerror}.") from error
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is anything at a path, also a link that leads nowhere."""
+    return path.exists() if isinstance(path, ObjectPath) else os.path.lexists(path)
 
 
 def require(path: Path, expected: str) -> None:
@@ -51,7 +73,9 @@ def require(path: Path, expected: str) -> None:
     try:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptError(f"'{path}' is missing; restore it from a copy of the run.") from error
+        raise _missing(path) from error
+    except LedgerError:
+        raise
     except (OSError, ValueError) as error:  # the latter for names that no file can have
         raise LedgerError(f"cannot read '{path}': {error}.") from error
     found = next((name for is_kind, name in KINDS if is_kind(mode)), "a device")
@@ -60,6 +84,10 @@ def require(path: Path, expected: str) -> None:
             f"'{path}' is {found} and not {expected}; a run has only plain files and folders. "
             "Copy the run again, with `cp -rL` where it has links."
         )
+
+
+def _missing(path: Path) -> CorruptError:
+    return CorruptError(f"'{path}' is missing; restore it from a copy of the run.")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -85,6 +113,9 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def write_durably(path: Path, text: str) -> None:
     """Writes a small file so that it is either wholly there after a crash, or not at all."""
+    if isinstance(path, ObjectPath):
+        path.write_text(text)
+        return
     draft = path.with_name(path.name + ".draft")
     draft.unlink(missing_ok=True)
     try:
@@ -148,10 +179,18 @@ def _exchange_at_once(one: Path, other: Path) -> bool:
 
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable (POSIX; elsewhere the file system sees to it)."""
-    if os.name != "posix":
+    if os.name != "posix" or isinstance(folder, ObjectPath):
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder with all that is in it, as far as that can be."""
+    if isinstance(folder, ObjectPath):
+        folder.delete_all()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)

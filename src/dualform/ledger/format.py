@@ -6,7 +6,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 
 from dualform.errors import CorruptError, FormatVersionError, NotARunError
 from dualform.ledger.codecs import Codec, Exact, read_codec
-from dualform.ledger.files import ASIDE, open_plain, parse_json
+from dualform.ledger.files import ASIDE, is_there, open_plain, parse_json
+from dualform.ledger.object_path import ObjectPath
 
 FORMAT = 4
 RUN_FILE = "run.json"
@@ -31,6 +32,7 @@ STATE = "state:"
 MARKS = ("checkpoint", "final", "flush", "state", "resume")
 """Why the weights of a step may have been kept; FORMAT.md says what each means."""
 NEWER = "update with `pip install -U dualform`."
+NOTHING = "there is nothing at that path"
 OLDER = "formats 1 to 3 were never released and are no longer read: record the run again."
 ROOT = "model"
 """The stream of a model that is itself a single layer."""
@@ -259,7 +261,7 @@ def _are_counts(*values: Any) -> bool:
 def read_info(path: Path) -> RunInfo:
     """Reads `run.json`, or says what the path holds instead."""
     file = path / RUN_FILE
-    if not os.path.lexists(file):
+    if not is_there(file):
         raise NotARunError(f"'{path}' is not a dualform run: {describe(path)}.")
     with open_plain(file) as opened:
         text = opened.readall()
@@ -271,17 +273,21 @@ def read_info(path: Path) -> RunInfo:
 
 def describe(path: Path) -> str:
     """Says in words what is at `path`: nothing, a file, or a folder of other things."""
+    if isinstance(path, ObjectPath):
+        return _described([one.name for one in path.iterdir()]) if path.is_dir() else NOTHING
     if not os.path.exists(path):
         if os.path.exists(f"{path}{BEFORE_COMPACT}{ASIDE}"):
             return f"a compaction of it was killed; `dualform compact {path} --undo` brings it back"
-        return "there is nothing at that path"
+        return NOTHING
     if not os.path.isdir(path):
         return "it is a file, and a run is a folder"
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
         return f"its folder cannot be read ({error.strerror})"
-    if not names:
-        return "the folder is empty"
+    return _described(names) if names else "the folder is empty"
+
+
+def _described(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return f"the folder has no {RUN_FILE} but holds {shown}"

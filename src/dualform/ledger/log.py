@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dualform.errors import CorruptError
-from dualform.ledger.files import open_plain, parse_json, require, sync_folder, write_durably
+from dualform.ledger.files import (
+    is_there,
+    open_plain,
+    parse_json,
+    require,
+    sync_folder,
+    write_durably,
+)
 
 LOG_FILE = "commits.jsonl"
 FOLDER = re.compile(r"writer-([0-9]{4,})-rank(0|[1-9][0-9]*)-[0-9a-f]{8}")
@@ -193,12 +200,15 @@ def read_log(folder: Path) -> Log:
 
 def _whole_lines(log: Log) -> Iterator[bytes]:
     """The lines that were written to their end; what a killed process left of one is left out."""
-    if not os.path.lexists(log.path):
+    if is_there(log.path):
+        parts = [log.path]
+    elif not (parts := sorted(log.folder.glob("commits-*.jsonl"))):
         if any(log.folder.glob("*.safetensors")):
             log.is_wrong("is missing, and files that it vouched for are there")
         return
-    with BufferedReader(open_plain(log.path)) as file:
-        yield from (line for line in file if line.endswith(b"\n"))
+    for part in parts:
+        with BufferedReader(open_plain(part)) as file:
+            yield from (line for line in file if line.endswith(b"\n"))
 
 
 def _follows(record: Record, before: Record) -> bool:

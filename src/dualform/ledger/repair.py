@@ -15,6 +15,7 @@ from dualform.errors import CorruptError, LedgerError
 from dualform.ledger.copying import copy_run
 from dualform.ledger.format import INITIAL_FILE, RUN_FILE
 from dualform.ledger.log import Damage
+from dualform.ledger.object_path import run_path
 from dualform.ledger.reader import Ledger
 
 REPAIRED = ".repaired"
@@ -75,7 +76,7 @@ def repair(path: str | os.PathLike[str], to: str | os.PathLike[str] | None = Non
     Args:
         to: where the copy is written; `PATH.repaired` if it is not said.
     """
-    run = Path(path)
+    run = run_path(path)
     ledger = Ledger(run, damaged=True)
     damage = list(ledger.check())
     if not damage:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dualform.errors import CorruptError, SampleIdsError
-from dualform.ledger.files import open_plain, parse_json, require, write_durably
+from dualform.ledger.files import is_there, open_plain, parse_json, require, write_durably
 from dualform.ledger.format import SAMPLES_FOLDER
-from dualform.ledger.tensors import TensorFile, write_tensors
+from dualform.ledger.tensor_writing import write_tensors
+from dualform.ledger.tensors import TensorFile
 
 SampleId: TypeAlias = int | str
 Label: TypeAlias = int | str
@@ -119,7 +119,7 @@ class Samples:
         self.columns: dict[str, dict[SampleId, Label]] = {LABEL: {}}
         """What is known of each sample, by the column's name; labels are one of them."""
         self._previews: dict[SampleId, tuple[str, Any]] = {}
-        if os.path.lexists(self._folder):
+        if is_there(self._folder):
             require(self._folder, "a folder")
         for page in sorted(self._folder.glob("*.json")):
             self._read(page)

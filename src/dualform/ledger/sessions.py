@@ -15,7 +15,6 @@ from typing import Any
 
 from dualform.errors import CorruptError
 from dualform.ledger.codecs import Codec
-from dualform.ledger.files import require
 from dualform.ledger.format import Declaration
 from dualform.ledger.log import LOG_FILE, Damage, Log, Logs, Record, session_and_rank
 from dualform.ledger.tensors import TensorFile
@@ -36,14 +35,7 @@ class Commit:
     @cached_property
     def file(self) -> TensorFile:
         """The arrays, after a look at the length and the header."""
-        require(self.path, "a file")
-        size = self.path.stat().st_size
-        if size != self.record["bytes"]:
-            raise CorruptError(
-                f"'{self.path}' has {size:,} bytes, its log says {self.record['bytes']:,}; "
-                "restore the file from a copy of the run."
-            )
-        return TensorFile(self.path, self.record.get("index_crc32"))
+        return TensorFile(self.path, self.record.get("index_crc32"), self.record["bytes"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Where it is sent elsewhere: without the opened file, and found from any folder."""

@@ -1,23 +1,20 @@
-"""Safetensors files, written in parts and read in ranges.
+"""Safetensors files, read in ranges.
 
-The `safetensors` package writes whole arrays and maps whole files. A ledger writes each array in
-the parts it arrived in, takes the checksum while the disk works, and runs through mapped files in
-ranges that are let go behind. The bytes are plain safetensors.
+The `safetensors` package maps whole files. A ledger runs through mapped files in ranges that are
+let go behind. The bytes are plain safetensors.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
-from io import FileIO
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +23,8 @@ from torch import Tensor
 from zlib_ng import zlib_ng  # CRC-32 as in zlib, several times as fast
 
 from dualform.errors import CorruptError
-from dualform.ledger.files import open_plain, parse_json, sync_folder
+from dualform.ledger.files import opener, parse_json
+from dualform.ledger.object_copies import ObjectFile
 
 DTYPES = {
     "F64": torch.float64,
@@ -68,32 +66,6 @@ class ArrayPlace:
         return self.dtype.itemsize * math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """An array that is there when it is written: so one of several is in memory at a time.
-
-    >>> awaited = Awaited((2, 3), torch.float32, lambda: torch.ones(2, 3))
-    >>> awaited.nbytes, awaited.take().shape
-    (24, torch.Size([2, 3]))
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    take: Callable[[], Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return self.dtype.itemsize * math.prod(self.shape)
-
-    def cpu(self) -> Awaited:
-        """Itself: it comes into main memory."""
-        return self
-
-
-Array: TypeAlias = Tensor | Awaited
-
-
 def raw(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor, without a copy where it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
@@ -118,66 +90,6 @@ def pieces(rows: Tensor) -> NDArray[np.void]:
     return found
 
 
-def write_tensors(path: Path, arrays: Mapping[str, Sequence[Array]]) -> tuple[int, int]:
-    """Writes each array as the concatenation of its parts, durably; returns (bytes, CRC-32).
-
-    The file must not exist. If anything fails it is removed again.
-    """
-    parts = [part for parts in arrays.values() for part in parts]
-    known = [part for part in parts if isinstance(part, Tensor)]
-    if len(known) < len(parts):
-        return _write_awaited(path, arrays)
-    chunks = [_header(arrays), *map(raw, known)]
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        for chunk in chunks:
-            _write_all(descriptor, chunk)
-        checksum = _sync_and_sum(descriptor, chunks)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-    sync_folder(path.parent)
-    return sum(map(len, chunks)), checksum
-
-
-def _write_awaited(path: Path, arrays: Mapping[str, Sequence[Array]]) -> tuple[int, int]:
-    """The same where some are awaited: each is summed while it is in memory, and let go."""
-    length, checksum = 0, 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        for chunk in _chunks(arrays):
-            _write_all(descriptor, chunk)
-            length, checksum = length + len(chunk), zlib_ng.crc32(chunk, checksum)
-        os.fsync(descriptor)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-    sync_folder(path.parent)
-    return length, int(checksum)
-
-
-def _chunks(arrays: Mapping[str, Sequence[Array]]) -> Iterator[memoryview]:
-    yield _header(arrays)
-    for parts in arrays.values():
-        for part in parts:
-            yield raw(part if isinstance(part, Tensor) else part.take())
-
-
-def index_checksum(arrays: Mapping[str, Sequence[Array]]) -> int:
-    """CRC-32 of what a reader finds its way by: the header, then all arrays of the index."""
-    checksum = zlib_ng.crc32(_header(arrays))
-    for name, parts in arrays.items():
-        if in_index(name, parts[0].dtype):
-            for part in parts:
-                assert isinstance(part, Tensor)  # awaited are weights, which are no index
-                checksum = zlib_ng.crc32(raw(part), checksum)
-    return int(checksum)
-
-
 def in_index(name: str, dtype: torch.dtype) -> bool:
     """Whether an array says where others lie and how they count, so that it must not be wrong.
 
@@ -187,50 +99,28 @@ def in_index(name: str, dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point or name in ("hyper", "factors")
 
 
-def _header(arrays: Mapping[str, Sequence[Array]]) -> memoryview:
-    described, offset = {}, 0
-    for name, parts in arrays.items():
-        shape = list(parts[0].shape)
-        if len(parts) > 1:
-            shape[0] = sum(part.shape[0] for part in parts)
-        end = offset + sum(part.nbytes for part in parts)
-        code = CODES[parts[0].dtype]
-        described[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)  # data starts aligned, so that mapped readers see it so
-    return memoryview(struct.pack("<Q", len(text)) + text)
-
-
-def _write_all(descriptor: int, chunk: memoryview) -> None:
-    while chunk:
-        chunk = chunk[os.write(descriptor, chunk) :]
-
-
-def _sync_and_sum(descriptor: int, chunks: Sequence[memoryview]) -> int:
-    """Takes the checksum while the disk is busy making the file durable."""
-    checksum = 0
-    with ThreadPoolExecutor(1) as pool:
-        synced = pool.submit(os.fsync, descriptor)
-        for chunk in chunks:
-            checksum = zlib_ng.crc32(chunk, checksum)
-        synced.result()
-    return checksum
-
-
 class TensorFile:
     """One safetensors file, opened for reading ranges of rows.
 
     >>> import tempfile; path = Path(tempfile.mkdtemp()) / "x.safetensors"
+    >>> from dualform.ledger.tensor_writing import write_tensors
     >>> length, checksum = write_tensors(path, {"keys": [torch.eye(2), torch.ones(1, 2)]})
     >>> TensorFile(path).read("keys", 1, 3)
     tensor([[0., 1.],
             [1., 1.]])
     """
 
-    def __init__(self, path: Path, index_crc32: int | None = None) -> None:
-        self.path = path
-        with open_plain(path) as file:
+    def __init__(
+        self, path: Path, index_crc32: int | None = None, nbytes: int | None = None
+    ) -> None:
+        self.path, self.open = path, opener(path)
+        with self.open() as file:
+            size = _size(file)
+            if nbytes not in (None, size):
+                raise CorruptError(
+                    f"'{path}' has {size:,} bytes, its log says {nbytes:,}; "
+                    "restore the file from a copy of the run."
+                )
             try:
                 header, self.arrays = _parse(file)
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -252,7 +142,7 @@ class TensorFile:
             )
         return self.arrays[name]
 
-    def _index_checksum(self, file: FileIO, header: bytes) -> int:
+    def _index_checksum(self, file: RawIOBase, header: bytes) -> int:
         checksum = int(zlib_ng.crc32(header))
         for name, place in self.arrays.items():
             if in_index(name, place.dtype):
@@ -277,7 +167,7 @@ class TensorFile:
         """Some arrays by name, each in memory of its own."""
         places = {name: self.array(name) for name in names}
         found = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in places.items()}
-        with open_plain(self.path) as file:
+        with self.open() as file:
             for name, array in found.items():
                 file.seek(places[name].offset)
                 self._fill(file, raw(array))
@@ -289,6 +179,7 @@ class TensorFile:
         """Some ranges of an array's rows into memory that is there, each from a place on.
 
         >>> import tempfile; path = Path(tempfile.mkdtemp()) / "x.safetensors"
+        >>> from dualform.ledger.tensor_writing import write_tensors
         >>> length, checksum = write_tensors(path, {"keys": [torch.arange(6)]})
         >>> rows = torch.zeros(4, dtype=torch.long)
         >>> TensorFile(path).read_into(rows, "keys", [(2, (0, 2)), (0, (4, 6))])
@@ -297,12 +188,12 @@ class TensorFile:
         """
         place, target = self.array(name), raw(rows)
         size = place.row_bytes
-        with open_plain(self.path) as file:
+        with self.open() as file:
             for at, (start, stop) in spans:
                 file.seek(place.offset + start * size)
                 self._fill(file, target[at * size : (at + stop - start) * size])
 
-    def _fill(self, file: FileIO, target: memoryview) -> None:
+    def _fill(self, file: RawIOBase, target: memoryview) -> None:
         while target:
             count = file.readinto(target)
             if not count:
@@ -315,8 +206,8 @@ class TensorFile:
 
     def checksum(self) -> int:
         """CRC-32 of the whole file."""
-        with open_plain(self.path) as file:
-            return _continued(0, file, 0, os.fstat(file.fileno()).st_size)
+        with self.open() as file:
+            return _continued(0, file, 0, _size(file))
 
 
 class MappedFile:
@@ -325,8 +216,9 @@ class MappedFile:
     def __init__(self, file: TensorFile, in_order: bool) -> None:
         self._file = file
         ends = max((place.offset + place.nbytes for place in file.arrays.values()), default=0)
-        with open_plain(file.path) as opened:  # copy-on-write, so that torch takes it as writable
-            if os.fstat(opened.fileno()).st_size < ends:
+        with file.open() as opened:  # copy-on-write, so that torch takes it as writable
+            self._copy = opened.copy if isinstance(opened, ObjectFile) else None
+            if _size(opened) < ends:
                 raise CorruptError(f"'{file.path}' ends before its arrays do.")
             self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         if in_order and hasattr(mmap, "MADV_SEQUENTIAL"):  # other systems manage by themselves
@@ -339,6 +231,10 @@ class MappedFile:
         count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=place.dtype)
+        if self._copy is not None:  # the next rows come while these are used
+            nbytes = count * place.dtype.itemsize
+            left = place.offset + place.nbytes - offset - nbytes
+            self._copy.fetch(offset, offset + nbytes, min(nbytes, left))
         flat = torch.frombuffer(self._map, dtype=place.dtype, count=count, offset=offset)
         return flat.view(shape)
 
@@ -353,7 +249,7 @@ class MappedFile:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
-def _continued(checksum: int, file: FileIO, offset: int, count: int) -> int:
+def _continued(checksum: int, file: RawIOBase, offset: int, count: int) -> int:
     """CRC-32 of so many bytes of a file, behind what it already is of."""
     file.seek(offset)
     while count and (piece := file.read(min(count, 4 << 20))):
@@ -362,12 +258,17 @@ def _continued(checksum: int, file: FileIO, offset: int, count: int) -> int:
     return checksum
 
 
-def _parse(file: FileIO) -> tuple[bytes, dict[str, ArrayPlace]]:
+def _size(file: RawIOBase) -> int:
+    return file.seek(0, os.SEEK_END)
+
+
+def _parse(file: RawIOBase) -> tuple[bytes, dict[str, ArrayPlace]]:
     """Reads and validates a header: a run folder may come from a stranger, or have suffered.
 
     Returns the bytes before the arrays, and where each array lies.
     """
-    size = os.fstat(file.fileno()).st_size
+    size = _size(file)
+    file.seek(0)
     if size < 8:
         raise ValueError(f"it has {size} bytes")
     first = file.read(8)

@@ -46,7 +46,7 @@ from dualform.ledger.log import (
 )
 from dualform.ledger.reader import Ledger
 from dualform.ledger.shared_keys import SharedKeys
-from dualform.ledger.tensors import Array, index_checksum, write_tensors
+from dualform.ledger.tensor_writing import Array, index_checksum, write_tensors
 
 LOCK = re.compile(r"writer-(0|[1-9][0-9]*)\.lock")
 """What a rank's lock is called."""

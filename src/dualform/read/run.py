@@ -14,7 +14,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from dualform.errors import ReadingError, UnknownSampleError, UnknownStepError
-from dualform.ledger import Ledger, Samples
+from dualform.ledger import Ledger, Samples, run_path
 from dualform.ledger.format import RunInfo
 from dualform.ledger.samples import SampleId, plain_list
 from dualform.read.audit import Audit, make_audit
@@ -58,7 +58,7 @@ def open_run(
         damaged: open a damaged run too, as far as it can be read; `check` says what is wrong.
         engine: who reads: "threads" of this process, "ray", or as `dualform.engine` makes it.
     """
-    return Run(Ledger(Path(path), damaged=damaged), device=device, engine=engine_of(engine))
+    return Run(Ledger(run_path(path), damaged=damaged), device=device, engine=engine_of(engine))
 
 
 class Run(Displayed):

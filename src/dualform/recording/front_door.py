@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dualform.errors import LedgerError, SampleIdsError
+from dualform.errors import SampleIdsError
+from dualform.ledger import run_path
 from dualform.ledger.format import read_info
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.recording.dataset import Decode, describe_dataset
@@ -80,7 +80,7 @@ def record(
     return Recorder(
         model,
         optimizer,
-        _folder(path),
+        run_path(path),
         describe=None
         if dataset is None
         else partial(describe_dataset, dataset=dataset, decode=decode),
@@ -92,15 +92,6 @@ def record(
         layers=layers,
         processes=processes,
     )
-
-
-def _folder(path: str | os.PathLike[str]) -> Path:
-    try:
-        return Path(path)
-    except TypeError as error:
-        raise LedgerError(
-            f"path={path!r} is no path; give the run's folder as a str or a pathlib.Path."
-        ) from error
 
 
 def describe(
@@ -133,7 +124,7 @@ def describe(
         columns: what else is known of each sample, such as `{"source": ["web", "book"]}`.
         decode: makes texts of the dataset's `input_ids`, as `tokenizer.decode` does.
     """
-    path = _folder(path)
+    path = run_path(path)
     read_info(path)
     with writing(path):
         if dataset is not None:
