@@ -6,12 +6,12 @@ A `CallSource` tells a watcher when a forward pass begins, and of every call tha
 it is used: by a layer, by `F.linear(x, self.w[:8])`, by `x @ w`. Its price is one Python call for
 each torch function, also for those without parameters.
 
-`LayerHooks` sees the calls of linear layers only, by a forward hook on each. Its price is one
-Python call for each layer. It takes over after the first step, where that step has shown that
-linear layers are all the model is made of. A step of a perceptron of two layers took 326 µs with
-hooks, 372 µs without them, and 162 µs without recording: small models are where it counts. Should
-the loop use a parameter in another way later on, its rows do not explain its gradient, which the
-probes notice.
+`LayerHooks` sees the calls of plain layers only (`plain_layers.py`), by a forward hook on each. Its
+price is one Python call for each layer. It takes over after the first step, where that step has
+shown that plain layers, and such as are kept by step, are all the model is made of. A step of a
+perceptron of two layers took 326 µs with hooks, 372 µs without them, and 162 µs without recording:
+it counts where the interpreter is what a step waits for. Should the loop use a parameter in another
+way later on, its rows do not explain its gradient, which the probes notice.
 
 `CompiledCalls` (`captured.py`) sees no calls: it is for models that torch has compiled.
 """
@@ -19,7 +19,7 @@ probes notice.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -35,12 +35,12 @@ from dualform.layers import (
     Watching,
     is_scripted,
     kinds,
-    matrix_use,
     packing_order,
     shared_labels,
 )
 from dualform.private import current_backward, own_parameters
 from dualform.recording.guard import FORWARD, Guard
+from dualform.recording.plain_layers import depends_on_shape, is_plain, use_of
 
 Own: TypeAlias = Mapping[str, nn.Parameter | None]
 """What torch keeps of a module's own parameters, as they are at any time."""
@@ -63,8 +63,11 @@ class CallSource(Protocol):
     def is_inside(self) -> bool:
         """Whether this thread is inside a call of the model, whose hooks stay until it ends."""
 
-    def narrowed(self, uses: int) -> CallSource:
-        """After the first step, which made so many uses: a cheaper source, where one will do."""
+    def narrowed(self, uses: int, by_step: Collection[str]) -> CallSource:
+        """After the first step, which made so many uses: a cheaper source, where one will do.
+
+        Nobody needs the rows of books that are kept `by_step`.
+        """
 
     def close(self) -> None:
         """Takes every hook off."""
@@ -110,7 +113,7 @@ class FunctionCalls:
         """Whether this thread is inside a call of the model, whose hooks stay until it ends."""
         return self._depth.value > 0
 
-    def narrowed(self, uses: int) -> CallSource:
+    def narrowed(self, uses: int, by_step: Collection[str]) -> CallSource:
         """Takes off hooks that the first step did not need; layer hooks if they see the same."""
         parts = self._around_parts
         self._around_parts = {part: parts[part] for part in parts if part in self._called_alone}
@@ -118,18 +121,20 @@ class FunctionCalls:
             for handle in parts[part]:
                 handle.remove()
         layers = [part for part in parts if own_parameters(part)]
-        plain = all(
-            type(layer).forward is nn.Linear.forward and "weight" in own_parameters(layer)
-            for layer in layers
-        )
-        if not plain or own_parameters(self._model) or not layers:
+        wanted = [layer for layer in layers if not self._are_by_step(layer, by_step)]
+        if own_parameters(self._model) or not wanted or not all(map(is_plain, wanted)):
             return self
         if self._called_alone or uses != self._layer_calls:
             return self
         for handle in self._around_model:
             handle.remove()
         given = (self._find, self._watcher, self._guard)
-        return LayerHooks(self._model, layers, *given, self._notes)
+        return LayerHooks(self._model, wanted, *given, self._notes)
+
+    def _are_by_step(self, layer: nn.Module, by_step: Collection[str]) -> bool:
+        """Whether all of a layer's own parameters are kept by step."""
+        own = [self._find(p) for p in own_parameters(layer).values() if p is not None]
+        return all(found is not None and found.book in by_step for found in own)
 
     def close(self) -> None:
         """Takes every hook off."""
@@ -172,7 +177,7 @@ class FunctionCalls:
 
 
 class LayerHooks:
-    """Sees the calls of linear layers, by a forward hook on each."""
+    """Sees the calls of plain layers, by a forward hook on each."""
 
     is_inside = False
 
@@ -187,18 +192,21 @@ class LayerHooks:
     ) -> None:
         self._find, self._watcher, self._guard = find, watcher, guard
         self._sites: dict[nn.Module, tuple[object, Site]] = {}
-        """The site of each layer, with what it depends on."""
+        """The site of each layer whose keys are its inputs, with what it depends on."""
         begin = Hook(watcher.begin_pass, inside=False)
         self._handles = [
             *notes,
             model.register_forward_pre_hook(begin, with_kwargs=True),
             *(
-                layer.register_forward_hook(Hook(self._see, own_parameters(layer)))
+                layer.register_forward_hook(
+                    Hook(self._see, own_parameters(layer)),
+                    prepend=True,  # before hooks that give another output
+                )
                 for layer in layers
             ),
         ]
 
-    def narrowed(self, uses: int) -> CallSource:
+    def narrowed(self, uses: int, by_step: Collection[str]) -> CallSource:
         """Itself: nothing is cheaper."""
         return self
 
@@ -220,16 +228,18 @@ class LayerHooks:
             if use is not None:
                 self._watcher.see(use)
 
-    def _use(self, own: Own, layer: nn.Module, x: Any, out: Tensor) -> Use | None:
+    def _use(self, own: Own, layer: nn.Module, x: Any, out: Tensor) -> Seen | None:
         """The use of a layer; its site is that of the last call, as long as that holds."""
         weight, bias = own["weight"], own["bias"]
         if weight is None or not weight.requires_grad or self._find.labels:
-            return matrix_use(self._find, out, False, x, weight, bias)
-        trained = (id(weight), id(bias), bias is not None and bias.requires_grad)
+            return use_of(self._find, layer, weight, bias, x, out)
+        trained: tuple[Any, ...] = (id(weight), id(bias), bias is not None and bias.requires_grad)
+        if depends_on_shape(layer):
+            trained = (*trained, x.shape[1:])
         known = self._sites.get(layer)
         if known is not None and known[0] == trained and isinstance(x, Tensor):
             return Use(known[1], (out,), x)
-        use = matrix_use(self._find, out, False, x, weight, bias)
-        if use is not None:
+        use = use_of(self._find, layer, weight, bias, x, out)
+        if isinstance(use, Use) and use.key is x and use.value is None:
             self._sites[layer] = (trained, use.site)
         return use

@@ -9,7 +9,7 @@ its own, whose gradients are read before the optimizer's step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -85,7 +85,7 @@ class CompiledCalls:
         """Whether this thread is inside a call of the model, whose hooks stay until it ends."""
         return self._depth.value > 0
 
-    def narrowed(self, uses: int) -> CompiledCalls:
+    def narrowed(self, uses: int, by_step: Collection[str]) -> CompiledCalls:
         """Itself: nothing is cheaper."""
         return self
 

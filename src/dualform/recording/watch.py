@@ -127,7 +127,8 @@ class Watch:
                     hook.remove()
             self._on_graphs = [(step, hook) for step, hook in self._on_graphs if step >= recent]
         if not self._narrowed:
-            self._narrowed, self._source = True, self._source.narrowed(self._uses)
+            self._narrowed = True
+            self._source = self._source.narrowed(self._uses, self._states.by_step)
 
     @property
     def had_several_passes(self) -> bool:
