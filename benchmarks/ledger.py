@@ -63,15 +63,17 @@ def info() -> RunInfo:
     )
 
 
-def write_ledger(path: Path, blocks: list[ShardBlock], per_shard: int) -> None:
-    """Appends all blocks, a flush every `per_shard`."""
+def write_ledger(
+    path: Path, blocks: list[ShardBlock], per_shard: int, final: torch.Tensor | None = None
+) -> None:
+    """Appends all blocks, a flush every `per_shard`; `final` are the weights that they lead to."""
     initial = {"fc.weight": torch.zeros(WIDTH, WIDTH)}
     writer = LedgerWriter.create(path, info(), initial, overwrite=True)
     for number, block in enumerate(blocks, 1):
         writer.append(block)
         if number % per_shard == 0:
             writer.flush()
-    writer.weights(len(blocks), initial, "final")
+    writer.weights(len(blocks), initial if final is None else {"fc.weight": final}, "final")
     writer.close()
 
 

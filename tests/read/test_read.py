@@ -27,7 +27,7 @@ from dualform.errors import (
     UnknownSampleError,
     UnknownStepError,
 )
-from dualform.read.contributions import Largest
+from dualform.read.largest import Largest
 from dualform.read.scan import Chunk
 from dualform.read.suspicion import row_errors
 
@@ -376,7 +376,7 @@ def test_the_largest_rows_are_found(rows: int, queries: int, k: int, chunk: int,
         part = values[start : start + chunk]
         index = torch.arange(start, start + len(part))
         rows = SimpleNamespace(keys=part, samples=index, steps=index, positions=index)
-        largest.add(part, cast(Chunk, rows), index)
+        largest.add(part, cast(Chunk, rows))
     found = largest.result()
     for query in range(queries):
         mine = found[found[:, 0] == query]

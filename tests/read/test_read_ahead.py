@@ -26,6 +26,7 @@ from dualform.ledger import Stream
 from dualform.ledger.codecs import CODECS
 from dualform.read import Run
 from dualform.read.engine import Engine, Part, ReadAhead, Serial, ShardRange
+from dualform.read.engine.devices import exact_products
 from dualform.read.progress import watched
 from dualform.read.scan import chunks
 from dualform.read.stream_folds import StreamFold
@@ -272,3 +273,14 @@ def test_the_command_line_says_where(equal_rows: tuple[Path, nn.Module, Tensor])
 
     assert printed("--engine", "ahead", "--device", "cpu") == printed()
     assert "there is no device 'cuda:63'" in str(printed("--device", "cuda:63"))
+
+
+def test_a_gpu_computes_with_all_digits_and_then_as_before() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with exact_products():
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)

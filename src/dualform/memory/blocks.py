@@ -287,6 +287,10 @@ class Functional:
         along_b = self._along_b(rows)
         return along_b.mul_(self._along_a(rows))
 
+    def to(self, device: torch.device | str) -> Functional:
+        """The same on a device."""
+        return Functional(self.a.to(device), self.b.to(device))
+
     def times(self, number: float) -> Functional:
         """Asked of a multiple of the matrix."""
         return Functional(self.a, self.b * number)
@@ -323,7 +327,8 @@ class Functional:
         local = a - top
         inside = (local >= 0) & (local < height)
         chosen = rows.a.index_select(1, local.clamp(0, height - 1))
-        return chosen if bool(inside.all()) else chosen * inside
+        whole = not inside.is_cuda and bool(inside.all())  # to ask a GPU is to wait for it
+        return chosen if whole else chosen * inside
 
     def _along_b(self, rows: Sides) -> Tensor:
         left = rows.at[1]
@@ -358,6 +363,10 @@ class BilinearFunctional:
     def at(self, matrix: Tensor) -> Tensor:
         """(questions,): the answers of a whole matrix."""
         return (self.matrices.double() * matrix.double()).sum((1, 2))
+
+    def to(self, device: torch.device | str) -> BilinearFunctional:
+        """The same on a device."""
+        return BilinearFunctional(self.matrices.to(device))
 
     def times(self, number: float) -> BilinearFunctional:
         """Asked of a multiple of the matrix."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from threading import get_ident
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from dualform.read.engine import RowReader, Scratch, ShardRange
 from dualform.read.engine.interface import Partial
 from dualform.read.engine.shards import stream_bases
 from dualform.read.grouping import Grouping
+from dualform.read.largest import Largest
 from dualform.read.questions import functional, seen_as
 from dualform.read.scan import Chunk, chunks, row_sides
 from dualform.read.scores import Array
@@ -108,8 +109,9 @@ class RowQuestions:
         bases = {s.name: stream_bases(ledger.basis_shards, s, self.device) for s in self.fed_by}
         for book in self.books:
             fed = {
-                name: (self.asked[book.name, name][0], StreamView(seen_as(book, term), bases[name]))
+                name: (question.to(self.device), StreamView(seen_as(book, term), bases[name]))
                 for name, term in book.terms.items()
+                for (question,) in [self.asked[book.name, name]]
             }
             found = span.coefficients[book.name].put(fed)
             asked |= {(book.name, name): questions for name, questions in found.items()}
@@ -208,23 +210,20 @@ class AnswerSums(AnswerFold[Sums]):
 
 
 @dataclass(frozen=True)
-class LargestRows(AnswerFold["Largest"]):
+class LargestRows(AnswerFold[Largest]):
     """The k rows of largest size for each question; of equal ones the earlier."""
 
     rounds: ClassVar[bool] = False
     k: int = 1
-    numbers: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    """(samples,): the stored ids that occur, sorted."""
 
     def start(self) -> Largest:
         """None so far."""
-        return Largest(self.k, len(self.rows))
+        return Largest(self.k, len(self.rows), self.device)
 
     def fold(self, partial: Largest, shard: ShardRange) -> Largest:
         """Looks at the rows of a shard."""
         for chunk, found in self.rows.answers(shard, self.span):
-            samples = torch.searchsorted(self.numbers.to(chunk.samples.device), chunk.samples)
-            partial.add(reduce(Tensor.add_, found.values()), chunk, samples)
+            partial.add(reduce(Tensor.add_, found.values()), chunk)
         return partial
 
     def merge(self, one: Largest, other: Largest) -> Largest:
@@ -304,61 +303,3 @@ def _units(directions: Tensor) -> Tensor | None:
     units = directions.argmax(1)
     one_hot = torch.nn.functional.one_hot(units, directions.shape[1])
     return units if torch.equal(one_hot.to(directions), directions) else None
-
-
-class Largest:
-    """The k rows of largest size for each query, found while scanning.
-
-    Rows below the k-th best so far are dropped at sight, so that after the first chunks hardly
-    any are looked at twice.
-    """
-
-    def __init__(self, k: int, queries: int) -> None:
-        self._k, self._queries = k, queries
-        self._floor = torch.zeros(queries, dtype=torch.float64)
-        self._kept = torch.zeros(0, 5, dtype=torch.float64)
-        """One row each: query, value, sample, step, position."""
-
-    def add(self, contributions: Tensor, chunk: Chunk, samples: Tensor) -> None:
-        """Takes a chunk's contributions (rows, queries), and each row's sample as a position."""
-        sizes = contributions.abs()
-        floor = self._floor.to(sizes)
-        if len(self._kept) < self._k * self._queries:
-            best = sizes.topk(min(self._k, len(sizes)), dim=0).values[-1]
-            floor = torch.maximum(floor, best - best * 1e-6)
-        at, query = torch.nonzero(sizes > floor, as_tuple=True)
-        if not len(at):
-            return
-        columns = [samples[at], chunk.steps[at], chunk.positions[at]]
-        found = [query, contributions[at, query], *columns]
-        self._kept = torch.cat([self._kept, torch.stack([f.double().cpu() for f in found], 1)])
-        full = len(self._kept) >= self._k * self._queries and not self._floor.any()
-        if full or len(self._kept) > 4 * self._k * self._queries:
-            self._prune()
-
-    def joined(self, other: Largest) -> Largest:
-        """With the rows that were found elsewhere."""
-        self._kept = torch.cat([self._kept, other._kept])
-        self._prune()
-        return self
-
-    def result(self) -> Tensor:
-        """(found, 5): query, value, sample, step, position; by query, largest first."""
-        self._prune()
-        return self._kept
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Where it is sent elsewhere: no more than k rows of each query."""
-        self._prune()
-        return vars(self)
-
-    def _prune(self) -> None:
-        order = torch.argsort(self._kept[:, 1].abs(), descending=True, stable=True)
-        order = order[torch.argsort(self._kept[order, 0], stable=True)]
-        kept = self._kept[order]
-        counts = torch.bincount(kept[:, 0].long(), minlength=self._queries)
-        rank = torch.arange(len(kept)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        full = counts >= self._k
-        last = kept[rank == self._k - 1][:, 1].abs()
-        self._floor[full] = last.to(self._floor)
-        self._kept = kept[rank < self._k]

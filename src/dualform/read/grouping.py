@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -15,6 +15,7 @@ SPREAD = 4
 """Up to this ratio of the range of ids to their number, places are looked up and not searched."""
 
 
+@dataclass(frozen=True)
 class Grouping(ABC):
     """Gives each row the number of its group; plain data, so that it can be sent anywhere.
 
@@ -36,8 +37,18 @@ class Grouping(ABC):
 
     def of_chunk(self, chunk: Chunk) -> Tensor:
         """The group of each row of a chunk, where the chunk is."""
-        columns = (c.cpu() for c in (chunk.steps, chunk.samples, chunk.positions))
-        return self.of(*columns).to(chunk.keys.device)
+        return self._on(chunk.keys.device).of(chunk.steps, chunk.samples, chunk.positions)
+
+    def _on(self, device: torch.device) -> Grouping:
+        """The same with its tensors on a device, to which they are copied once."""
+        if device.type == "cpu":
+            return self
+        known = vars(self).setdefault("_known", {})
+        if device not in known:
+            tensors = [f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor)]
+            known[device] = replace(self, **{n: getattr(self, n).to(device) for n in tensors})
+        found: Grouping = known[device]
+        return found
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,9 @@ class BySample(Grouping):
         first, last = self.numbers[[0, -1]].tolist()
         if last - first >= SPREAD * len(self.numbers):
             return first, None
-        table = torch.zeros(last - first + 1, dtype=torch.long)
-        table[self.numbers - first] = torch.arange(len(self.numbers))
+        here = self.numbers.device
+        table = torch.zeros(last - first + 1, dtype=torch.long, device=here)
+        table[self.numbers - first] = torch.arange(len(self.numbers), device=here)
         return first, table
 
 

@@ -141,14 +141,18 @@ def chunks(
 
 
 def chunk_parts(
-    shard: ShardRange, stream: Stream, chunk_bytes: int = CHUNK_BYTES
+    shard: ShardRange, stream: Stream, chunk_bytes: int = CHUNK_BYTES, beside: int = 0
 ) -> Iterator[ChunkPart]:
-    """What the chunks of a stream in some steps of a shard are made of."""
+    """What the chunks of a stream in some steps of a shard are made of.
+
+    Args:
+        beside: how many bytes come with each record, besides those of its row.
+    """
     if not shard.holds(stream.name):
         return
     columns, codec = RowColumns(shard, stream), shard.shard.codec(stream.name)
     begin, end = columns.between(shard.first, shard.last)
-    width = codec.bytes_per_row(*widths(stream))
+    width = codec.bytes_per_row(*widths(stream)) + beside
     if stream.layout:  # what a record takes once it is expanded
         patch = stream.keys[0] * math.prod(stream.layout["kernel"])
         width += 4 * patch * positions(stream)

@@ -147,9 +147,12 @@ class Reading(Displayed):
         """The k rows that contribute most in size, of either sign, with step and position."""
         if k < 1:
             raise ReadingError(f"k={k}: ask for at least one row.")
-        fold = LargestRows(self._rows.asked, k=k, numbers=self.source.numbers)
-        largest = fold.over(self.source.accounting).result()
-        return Ranking([self._ranked(*row) for row in largest.tolist()], "rows")
+        largest = LargestRows(self._rows.asked, k=k).over(self.source.accounting).result()
+        query, value, sample, step, position = largest.T
+        places = torch.searchsorted(self.source.numbers, sample.long())
+        whole = (column.long().tolist() for column in (query, places, step, position))
+        rows = zip(*whole, value.tolist(), strict=True)
+        return Ranking([self._ranked(*row) for row in rows], "rows")
 
     def memory(self) -> Memory:
         """The layer's rows as a `Memory`: `memory.read(q)` is what they add to `W_T q`.
@@ -293,12 +296,10 @@ class Reading(Displayed):
         source = self.source
         return Scores(source.ids, values, self.names, self.check, source.labels, title)
 
-    def _ranked(
-        self, query: float, value: float, sample: float, step: float, position: float
-    ) -> Ranked:
-        name = self.source.ids[int(sample)]
+    def _ranked(self, query: int, sample: int, step: int, position: int, value: float) -> Ranked:
+        name = self.source.ids[sample]
         label = self.source.labels.get(name)
-        return Ranked(self.names[int(query)], name, label, value, int(step), int(position))
+        return Ranked(self.names[query], name, label, value, step, position)
 
 
 def nothing_by_row(ledger: Ledger) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dualform.ledger import Stream
 from dualform.read.engine import Fold, Part, ShardRange
 from dualform.read.engine.interface import Partial
-from dualform.read.scan import Chunk, chunk_parts, chunks
+from dualform.read.scan import COLUMNS, Chunk, chunk_parts, chunks
 
 
 class StreamFold(Fold[Partial]):
@@ -31,7 +31,7 @@ class StreamFold(Fold[Partial]):
     def parts(self, shard: ShardRange, chunk_bytes: int) -> Iterator[Part]:
         """What the chunks are made of."""
         for stream in self.read_streams:
-            yield from chunk_parts(shard, stream, chunk_bytes)
+            yield from chunk_parts(shard, stream, chunk_bytes, 8 * len(COLUMNS))
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,18 @@ def _unknown(given: torch.device | str, there: list[str]) -> ReadingError:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Products of float32 matrices by all of their digits, and not by those of TF32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    """A GPU multiplies float32 matrices by all of their digits, and not by those of TF32.
+
+    >>> with exact_products():
+    ...     torch.backends.cuda.matmul.allow_tf32
+    False
+    """
+    products = torch.backends.cuda.matmul
+    by_name = hasattr(products, "fp32_precision")  # from torch 2.9 on; the other may then raise
+    name, exact = ("fp32_precision", "ieee") if by_name else ("allow_tf32", False)
+    before = getattr(products, name)
+    setattr(products, name, exact)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        setattr(products, name, before)

@@ -8,6 +8,7 @@ device work at the same time. On processors the same is done without the copy.
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,12 +28,12 @@ from dualform.read.engine.serial import Serial, fold_progress
 from dualform.read.engine.shards import ShardRange
 from dualform.read.progress import reporting
 
-READERS = 8
-"""How many threads read files: one copies from the system's memory slower than the bus takes it."""
+READERS = max(2, min(16, os.cpu_count() or 1))
+"""How many threads read files: each copies from the system's memory slower than a bus takes it."""
 BUFFERS = 4
 """How many chunks are read, copied or computed with at the same time."""
-CHUNK_BYTES = 64 << 20
-"""How large a chunk is at most."""
+CHUNK_BYTES = (64 << 20) - (64 << 10)
+"""How large a chunk is at most: a little less than what pinned memory is rounded up to."""
 LEAST_BYTES = 1 << 20
 """How large chunks are at least, where a device has little memory left."""
 ALIGNED = 256
@@ -205,12 +206,12 @@ class _Buffer:
 
     def begin(self, part: Part, pool: ThreadPoolExecutor) -> None:
         """Hands out what is to be read of a part."""
-        self.part, end = part, 0
+        self.part, self._end = part, 0
         for name, (shape, dtype) in part.arrays.items():
-            self._places[name] = end
-            end += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
-        if end > len(self._host):
-            self._reserve(end)
+            self._places[name] = self._end
+            self._end += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+        if self._end > len(self._host):
+            self._reserve(self._end)
         reads = list(part.reads(self._views(self._host)))
         self._left, self._failed, self._ready = len(reads), list[BaseException](), Event()
         for read in reads:
@@ -253,7 +254,7 @@ class _Buffer:
         assert self._used is not None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self._used)
-            self._there.copy_(self._host, non_blocking=True)
+            self._there[: self._end].copy_(self._host[: self._end], non_blocking=True)
             self._copied = self._stream.record_event()
 
     def _reserve(self, size: int) -> None:
