@@ -200,6 +200,8 @@ def compare_with_processors(path: Path, device: str, engine: Engine | None) -> N
     rows = reading_of(other).rows(TOP).rows
     same = sum(a == b for a, b in zip(found, rows, strict=True))
     print(f"with other chunks and buffers the same bits at {same} of {len(pairs)} places")
+    sums = [reading_of(run).sums(BySample(run.source.numbers)) for run in (here, there)]
+    print(f"sums by sample agree to {abs(sums[0] - sums[1]).max() / abs(sums[0]).max():.0e}")
     reads: dict[str, Callable[[Run], object]] = {
         "largest rows": lambda run: reading_of(run).rows(TOP),
         "sums by sample": lambda run: reading_of(run).sums(BySample(run.source.numbers)),
