@@ -287,10 +287,6 @@ class Functional:
         along_b = self._along_b(rows)
         return along_b.mul_(self._along_a(rows))
 
-    def to(self, device: torch.device | str) -> Functional:
-        """The same on a device."""
-        return Functional(self.a.to(device), self.b.to(device))
-
     def times(self, number: float) -> Functional:
         """Asked of a multiple of the matrix."""
         return Functional(self.a, self.b * number)
@@ -363,10 +359,6 @@ class BilinearFunctional:
     def at(self, matrix: Tensor) -> Tensor:
         """(questions,): the answers of a whole matrix."""
         return (self.matrices.double() * matrix.double()).sum((1, 2))
-
-    def to(self, device: torch.device | str) -> BilinearFunctional:
-        """The same on a device."""
-        return BilinearFunctional(self.matrices.to(device))
 
     def times(self, number: float) -> BilinearFunctional:
         """Asked of a multiple of the matrix."""

@@ -109,9 +109,8 @@ class RowQuestions:
         bases = {s.name: stream_bases(ledger.basis_shards, s, self.device) for s in self.fed_by}
         for book in self.books:
             fed = {
-                name: (question.to(self.device), StreamView(seen_as(book, term), bases[name]))
+                name: (self.asked[book.name, name][0], StreamView(seen_as(book, term), bases[name]))
                 for name, term in book.terms.items()
-                for (question,) in [self.asked[book.name, name]]
             }
             found = span.coefficients[book.name].put(fed)
             asked |= {(book.name, name): questions for name, questions in found.items()}
@@ -277,13 +276,9 @@ class LayerRows:
         self.terms = info.terms_of(layer)
         """The layer's own terms."""
         self._books = info.fed_by(layer)
-        units = _units(directions)
-        self._questions = {
-            book.name: functional(book, self.terms[book.name], keys, directions, units)
-            for book in self._books
-        }
+        self._keys, self._directions, self._units = keys, directions, _units(directions)
         self.asked = RowQuestions.of(
-            source.accounting, self._books, lambda book, _: self._questions[book.name]
+            source.accounting, self._books, lambda book, _: self._question(book, source.device)
         )
         """What the queries ask of each row."""
 
@@ -291,11 +286,17 @@ class LayerRows:
         """(queries,): the answers of a part of each parameter, summed."""
         return torch.stack(
             [
-                self._questions[book.name].at(as_matrix(part(book), term.view, term.groups))
+                self._question(book).at(as_matrix(part(book), term.view, term.groups))
                 for book in self._books
                 for term in [self.terms[book.name]]
             ]
         ).sum(0)
+
+    def _question(self, book: Book, device: torch.device | str = "cpu") -> Question:
+        """What the queries ask of a parameter."""
+        keys, directions = self._keys.to(device), self._directions.to(device)
+        units = None if self._units is None else self._units.to(device)
+        return functional(book, self.terms[book.name], keys, directions, units)
 
 
 def _units(directions: Tensor) -> Tensor | None:

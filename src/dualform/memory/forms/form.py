@@ -71,7 +71,7 @@ def one(directions: Tensor) -> Tensor:
     >>> one(torch.zeros(2, 5)).tolist()
     [[1.0], [1.0]]
     """
-    return torch.ones(len(directions), 1, dtype=torch.float64)
+    return torch.ones(len(directions), 1, dtype=torch.float64, device=directions.device)
 
 
 def placed(part: Tensor, start: int, size: int) -> Tensor:
