@@ -37,7 +37,7 @@ def test_each_step_is_a_report_on_its_weights(recorded: tuple[Run, nn.Module, Te
         then.load_state_dict(run.at(step).state_dict())
         assert report.heads == heads(then, x)
         assert scored.each == paths(then, x, targets=y).each
-    assert found.reports[-1].findings == dualform.diagnose(model, x).findings
+    assert found.reports[-1].findings == dualform.diagnose(model, x, targets=y).findings
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert over_training(run, model, x).steps == (0, 1, 2, 3, 4, 5, 6)
 
@@ -107,6 +107,17 @@ def test_the_command_line(
     assert all(one["damage"] > 0 for one in answer["heads"])
     course = CliRunner().invoke(cli, [*asked, "--step", "0", "--step", "6"], catch_exceptions=False)
     assert "the model over training" in course.output
+    np.save("classes.npy", np.sign(np.arange(8) - 3.5))
+    asked += ["--targets", "classes.npy", "--json", "--step", "6"]
+    scored = json.loads(CliRunner().invoke(cli, asked, catch_exceptions=False).output)
+    assert [one["head"] for one in scored["paths"]][:2] == [
+        "head 0 of layers.0",
+        "head 1 of layers.0",
+    ]
+    assert "Paths to the targets use" in scored["findings"][-1]
+    np.save("classes.npy", np.ones((8, 2)))
+    wrong = str(CliRunner().invoke(cli, asked).exception)
+    assert "--targets classes.npy: it holds (8, 2); expected one number a query, as .npy" in wrong
     other, _, _ = tiny_run()
     Path("plain.py").write_text(
         "from torch import nn\ndef model():\n"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dualform
 from dualform import attention, diagnose
-from dualform.diagnose import Diagnosis, collapse, heads
+from dualform.diagnose import Diagnosis, collapse, heads, paths
 from dualform.errors import AttentionError, ReadingError
 
 ROOT = Path(__file__).parents[2]
@@ -230,3 +230,32 @@ def test_a_sentence_encoder_with_real_weights() -> None:
     assert len(report.heads.heads) == len(report.values) == 72
     assert all(one.damage is not None for one in report.heads.heads)
     assert "The values of 0 of 72 heads are kernel principal" in report.findings[-1].sentence
+
+
+def test_targets_are_for_attention_paths() -> None:
+    model, x = encoder(), torch.randn(12, 6, 16)
+    y = torch.arange(12.0).sub(5.5).sign()
+    report = dualform.diagnose(model, x, targets=y)
+    assert report.paths is not None
+    assert report.paths.each == paths(model, x, targets=y).each
+    assert sentences(report, "which-paths-do-tokens-take") == [report.paths.finding]
+    low, high = (one(report.paths.scores[1].tolist()) for one in (min, max))
+    assert "path scores" in repr(report)
+    assert f"{low:.3f}–{high:.3f}" in repr(report)
+    assert not any("paths" in note for note in report.notes)
+
+    plain = dualform.diagnose(model, x)
+    assert plain.paths is None
+    assert "attention paths, which need targets=, one number a sample." in plain.notes
+    assert "path scores" not in repr(plain)
+
+
+def test_why_there_are_no_attention_paths_is_told() -> None:
+    many = dualform.diagnose(encoder(), torch.randn(140, 6, 16), targets=torch.ones(140))
+    assert many.paths is None
+    assert any(
+        note.startswith("attention paths: 140 samples and 125 paths have") for note in many.notes
+    )
+    wrong = r"targets have shape \(3, 1\); give one number for each of 2 samples"
+    with pytest.raises(AttentionError, match=wrong):
+        dualform.diagnose(encoder(), torch.randn(2, 6, 16), targets=torch.ones(3, 1))

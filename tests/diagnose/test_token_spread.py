@@ -70,6 +70,13 @@ def test_blocks_that_are_measured_together_are_what_they_are_alone() -> None:
             assert together.cosine == pytest.approx(alone.cosine, rel=1e-5)
 
 
+def test_autocast_of_a_caller_does_not_round() -> None:
+    x = torch.randn(2, 300, 16, generator=torch.Generator().manual_seed(0)) + 3
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = spread(x)
+    assert inside == spread(x)
+
+
 def test_tokens_that_change_in_place_are_measured_as_they_were() -> None:
     reader, x = SpreadReader(), torch.randn(2, 6, 4)
     before = spread(x).distance

@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,16 @@ def test_an_interrupted_study_goes_on(tmp_path: Path) -> None:
     found = run_parts(tmp_path, {"steps": 1}, parts)
     assert made == ["a", "b", "failed", "c"]
     assert [one["value"] for one in found.values()] == [1.0, 2.0, 4.0]
+
+
+def test_parts_are_found_by_workers_and_a_failure_keeps_what_is_done(tmp_path: Path) -> None:
+    parts = {"a": partial(dict, value=1.0), "b": partial(int, "no number")}
+    with pytest.raises(ValueError, match="no number"):
+        run_parts(tmp_path, {}, parts, workers=1)
+    assert not (tmp_path / "parts" / "b.json").exists()
+    again = {"a": partial(dict, value=2.0), "b": partial(dict, value=3.0)}
+    found = run_parts(tmp_path, {}, again)
+    assert [one["value"] for one in found.values()] == [1.0, 3.0]
 
 
 def test_parts_with_other_settings_are_refused(tmp_path: Path) -> None:

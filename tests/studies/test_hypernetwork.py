@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +24,13 @@ from dualform.studies.hypernetwork.measure import (
     asked_codes,
     measure_network,
     probe,
-    train,
 )
 from dualform.studies.hypernetwork.network import LAYERS, RuleReader
-from dualform.studies.hypernetwork.problems import problems_of
+from dualform.studies.hypernetwork.problems import ahead, problems_of
 from dualform.studies.hypernetwork.raven import RULES, Raven
 from dualform.studies.hypernetwork.results import HypernetworkResults, TaskResults
+from dualform.studies.hypernetwork.study import parts_of
+from dualform.studies.hypernetwork.training import train
 from dualform.studies.parts import Found
 from dualform.studies.report import Report, read_tables
 
@@ -100,6 +102,17 @@ def test_training_teaches_functions() -> None:
     assert before < 0.1  # which is 0 for who always tells the mean
     assert after > 0.3
     assert loss < 0.05
+
+
+def test_problems_that_are_drawn_ahead_are_the_same() -> None:
+    def stops(count: int) -> Iterator[int]:
+        yield from range(count)
+        raise EvaluationError("no more of them")
+
+    blocks = ahead(stops(3))
+    assert [next(blocks) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(EvaluationError, match="no more of them"):
+        next(blocks)
 
 
 def test_a_seed_measures_the_same_again_and_another_differs() -> None:
@@ -200,6 +213,23 @@ def test_the_command_runs(found: tuple[Report, Path]) -> None:
     result = CliRunner().invoke(cli, asked)
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)["findings"] == list(report.findings)
+
+
+def test_parts_can_be_sent_to_workers() -> None:
+    sent = pickle.loads(pickle.dumps(parts_of(TINY, 1, "cpu")))
+    name = "fuzzy_logic softmax seed 0"
+    assert sent[name]() == parts_of(TINY, 1, "cpu")[name]()
+
+
+def test_one_task_is_a_study_too(found: tuple[Report, Path]) -> None:
+    both, out = found
+    only = replace(TINY, tasks=("raven",))
+    assert [one.task.name for one in only.trainings] == ["raven"]
+    report = run_study(only, None, "cpu", out)  # what is kept there is of both
+    assert report.tables[0].title.startswith("raven")
+    assert set(report.findings) < set(both.findings)
+    for picture in report.pictures:
+        assert (out / picture.file).stat().st_size > 5000
 
 
 def test_unknown_layers_are_refused(tmp_path: Path) -> None:

@@ -80,6 +80,19 @@ def read_input(inputs: Path, model: nn.Module) -> torch.Tensor:
     return _tensor(_arrays(inputs), model)
 
 
+def read_targets(file: Path) -> torch.Tensor:
+    """One number a query, from a .npy file."""
+    try:
+        loaded = np.load(file, allow_pickle=False)
+        if not isinstance(loaded, np.ndarray) or loaded.ndim != 1:
+            raise ValueError(f"it holds {getattr(loaded, 'shape', 'several arrays')}")
+        return torch.from_numpy(loaded.astype(np.float64))
+    except (ValueError, TypeError) as error:
+        raise ReadingError(
+            f"--targets {file}: {error}; expected one number a query, as .npy."
+        ) from error
+
+
 def make_exhibit(run: Run, model: str | None, inputs: Path | None, encode: str | None) -> Exhibit:
     """What there is to look at: the run alone, or with the model and its queries."""
     if model is None or inputs is None:

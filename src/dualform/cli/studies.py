@@ -125,6 +125,7 @@ def choose_workers(what: str) -> Any:
 
 DIGITS, GARMENTS = "mnist", "fashion-mnist"
 EPOCHS = click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
+WORKERS = choose_workers("Processes; 0: only this one.")
 
 add_study(
     "uea",
@@ -132,7 +133,7 @@ add_study(
     click.option("--dataset", "datasets", multiple=True, help="Default: the setting's."),
     choose_layers("all six"),
     EPOCHS,
-    choose_workers("Processes; 0: only this one."),
+    WORKERS,
 )
 add_study(
     "image-attention",
@@ -147,17 +148,27 @@ add_study(
     choose_images(DIGITS, GARMENTS),
     choose_layers("all six"),
     EPOCHS,
+    WORKERS,
 )
-add_study("collapse", "Which masks, norms and widths let tokens become alike?")
+add_study("collapse", "Which masks, norms and widths let tokens become alike?", WORKERS)
 add_study(
     "paths",
     "What do attention paths tell of tasks and heads?",
+    WORKERS,
     sizes=("small", "tiny", "paper"),
 )
 add_study("fixed-point", "Does iterated attention converge, and to a Gaussian?", needs_data=False)
 add_study(
     "hypernetwork",
     "Does hypernetwork attention combine known rules anew?",
+    click.option(
+        "--task",
+        "tasks",
+        multiple=True,
+        type=click.Choice(("fuzzy_logic", "raven")),
+        help="Default: both.",
+    ),
+    WORKERS,
     sizes=("small", "tiny", "middle", "paper"),
     needs_data=False,
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dualform.diagnose.report import Diagnosis, diagnose
 
@@ -28,7 +28,8 @@ class DiagnosePackage(ModuleType):
         batch: Any,
         *,
         layers: str | Sequence[str] | None = None,
+        targets: Tensor | None = None,
         ablate: bool = False,
     ) -> Diagnosis:
         """`diagnose(model, batch, …)`, which says what it takes."""
-        return diagnose(model, batch, layers=layers, ablate=ablate)
+        return diagnose(model, batch, layers=layers, targets=targets, ablate=ablate)

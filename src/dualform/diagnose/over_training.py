@@ -16,13 +16,12 @@ from rich.console import Group
 from rich.text import Text
 from torch import Tensor, nn
 
-from dualform.diagnose.paths import Paths, paths
+from dualform.diagnose.paths import Paths
 from dualform.diagnose.report import Diagnosis, diagnose
 from dualform.errors import ModelMismatchError, UnknownStepError
 from dualform.read import Run
 from dualform.read.display import Displayed, columns, framed, matplotlib_axes, pandas_frame
 from dualform.read.progress import together
-from dualform.read.queries import arguments
 
 SEEN = 9
 """At so many steps a run is looked at, unless steps are given."""
@@ -42,8 +41,11 @@ class OverTraining(Displayed):
     steps: tuple[int, ...]
     reports: tuple[Diagnosis, ...]
     """What `dualform.diagnose` says at each of them."""
-    paths: tuple[Paths, ...] = ()
-    """Scores of heads by attention paths, where targets were given."""
+
+    @property
+    def paths(self) -> tuple[Paths, ...]:
+        """Scores of heads by attention paths at each step, where targets were given."""
+        return tuple(one.paths for one in self.reports if one.paths is not None)
 
     @property
     def findings(self) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class OverTraining(Displayed):
     def __rich__(self) -> Group:
         names = ["step", "μ/‖X‖, last", "contraction", "alike", "overlap", "least share"]
         table = columns([*names, *["needed most"] * bool(self.paths)], {"needed most"})
-        for at, (step, report) in enumerate(zip(self.steps, self.reports, strict=True)):
+        for step, report in zip(self.steps, self.reports, strict=True):
             factors = [x.contraction for x in report.collapse.layers if x.contraction is not None]
             heads = () if report.heads is None else report.heads.heads
             overlaps = [one.overlap for one in heads if one.overlap is not None]
@@ -92,7 +94,7 @@ class OverTraining(Displayed):
                 str(sum(len(group) for _, group in _alike(report))),
                 f"{fmean(overlaps):.3f}" if overlaps else "–",
                 f"{min(one.share for one in heads):.3f}" if heads else "–",
-                *([max(self.paths[at].each)[1]] if self.paths else []),
+                *([_needed_most(report)] if self.paths else []),
             )
         sentences = [Text(f"· {said}") for said in self.findings]
         return Group(framed("the model over training", table), *sentences)
@@ -101,9 +103,9 @@ class OverTraining(Displayed):
         """A data frame with a line for each step and head."""
         data: dict[str, list[Any]] = {"step": [], "relative": [], "score": []}
         rows: list[dict[str, Any]] = []
-        for at, (step, report) in enumerate(zip(self.steps, self.reports, strict=True)):
+        for step, report in zip(self.steps, self.reports, strict=True):
             spreads = {one.name: one.spread.relative for one in report.collapse.layers}
-            scores = iter(self.paths[at].each if self.paths else ())
+            scores = iter(() if report.paths is None else report.paths.each)
             for one in () if report.heads is None else report.heads.heads:
                 rows.append(vars(one))
                 data["step"].append(step)
@@ -121,6 +123,10 @@ class OverTraining(Displayed):
         axes.set(xlabel="step", ylabel="μ/‖X‖", ylim=(0, 1.05))
         axes.legend(frameon=False)
         return axes
+
+
+def _needed_most(report: Diagnosis) -> str:
+    return "–" if report.paths is None else max(report.paths.each)[1]
 
 
 def _alike(report: Diagnosis) -> set[tuple[str, tuple[int, ...]]]:
@@ -154,16 +160,13 @@ def over_training(
     chosen = _steps(run) if steps is None else tuple(steps)
     if not chosen:
         raise UnknownStepError("steps is empty; give one step or more, or leave it out.")
-    copied, reports, scored = copy.deepcopy(model), list[Diagnosis](), list[Paths]()
-    inputs, named = arguments(batch)
+    copied, reports = copy.deepcopy(model), list[Diagnosis]()
     with together("looking at the model over training", len(chosen)) as progress:
         for step in chosen:
             _load(copied, run, step)
-            reports.append(diagnose(copied, batch, layers=layers, ablate=ablate))
-            if targets is not None:
-                scored.append(paths(copied, *inputs, targets=targets, layers=layers, **named))
+            reports.append(diagnose(copied, batch, layers=layers, targets=targets, ablate=ablate))
             progress.advance(1)
-    return OverTraining(chosen, tuple(reports), tuple(scored))
+    return OverTraining(chosen, tuple(reports))
 
 
 def _steps(run: Run) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from rich.console import Group
 from torch import Tensor, nn
 
@@ -25,7 +26,6 @@ from dualform.read.display import Displayed, columns, framed, matplotlib_axes, p
 class Paths(Displayed):
     """What attention paths score each head of a network; prints, plots, becomes a data frame.
 
-    >>> import torch
     >>> x, y = torch.randn(30, 4, 6), torch.ones(30)
     >>> print(Paths(("h.0", "h.1"), fit_paths(x, y, PathPrior((2, 2), 8)), False).scores[0].shape)
     torch.Size([2])
@@ -118,7 +118,6 @@ def paths(
     The network is called once. What its blocks do besides attention is left out, and values are
     taken to be linear: scores say what the attention pattern is good for.
 
-    >>> import torch
     >>> _ = torch.manual_seed(0)
     >>> block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     >>> model = nn.TransformerEncoder(block, 2, enable_nested_tensor=False)
@@ -133,22 +132,54 @@ def paths(
         width: N of the theory, of every layer. Default: the width of tokens.
         temperature: how far predictions may stay from targets.
     """
-    found: list[BlockState] = []
-    look(model, find_blocks(model, layers), found.append, inputs, named)
-    calls = [(seen.name, call.weights) for seen in found for call in seen.calls]
-    if not calls:
+    readings = PathReadings()
+    look(model, find_blocks(model, layers), readings.see, inputs, named)
+    if not readings.weights:
         raise no_attention(model)
-    tokens = found[0].given
-    if tokens.ndim != 3:
-        raise AttentionError(
-            f"'{found[0].name}' was given a tensor of shape {tuple(tokens.shape)} in place of "
-            "tokens (samples, tokens, width); name other blocks with layers=."
+    return readings.result(targets, query, skip, width, temperature)
+
+
+class PathReadings:
+    """Collects the tokens before a model's first block, and each block's attention, while it runs.
+
+    >>> readings = PathReadings()
+    >>> readings.see(BlockState("h.0", torch.zeros(3, 4, 8), torch.zeros(3, 4, 8)))
+    >>> readings.weights
+    []
+    """
+
+    def __init__(self) -> None:
+        self.weights: list[tuple[str, Tensor]] = []
+        """The block of each call of attention, and its weights."""
+        self._first: BlockState | None = None
+
+    def see(self, seen: BlockState) -> None:
+        """Takes what a block that ran was given, and its weights."""
+        self._first = self._first or BlockState(seen.name, torch.empty(0), seen.given)
+        self.weights += [(seen.name, call.weights) for call in seen.calls]
+
+    def result(
+        self,
+        targets: Tensor,
+        query: int | None = None,
+        skip: bool = True,
+        width: float | None = None,
+        temperature: float = 0.01,
+    ) -> Paths:
+        """The scores, for targets (samples,); the options are those of `paths`."""
+        assert self._first is not None
+        tokens = self._first.given
+        if tokens.ndim != 3:
+            raise AttentionError(
+                f"'{self._first.name}' was given a tensor of shape {tuple(tokens.shape)} in place "
+                "of tokens (samples, tokens, width); name other blocks with layers=."
+            )
+        x, weights = tokens.double(), [w.double() for _, w in self.weights]
+        features = path_features(x, weights, query, skip)
+        prior = PathPrior(
+            tuple(w.shape[1] + skip for w in weights),
+            float(x.shape[-1]) if width is None else width,
+            temperature=temperature,
         )
-    x, weights = tokens.double(), [w.double() for _, w in calls]
-    features = path_features(x, weights, query, skip)
-    prior = PathPrior(
-        tuple(w.shape[1] + skip for w in weights),
-        float(x.shape[-1]) if width is None else width,
-        temperature=temperature,
-    )
-    return Paths(tuple(name for name, _ in calls), fit_paths(features, targets, prior), skip)
+        kernel = fit_paths(features, targets, prior)
+        return Paths(tuple(name for name, _ in self.weights), kernel, skip)

@@ -18,6 +18,7 @@ from dualform.diagnose.collapse import Collapse, CollapseReading
 from dualform.diagnose.heads import HeadReadings, Heads, no_attention
 from dualform.diagnose.kernel_pca import ValueAudit, audit_values
 from dualform.diagnose.mask_graph import MaskGraph, mask_graph
+from dualform.diagnose.paths import PathReadings, Paths
 from dualform.errors import AttentionError
 from dualform.read.display import Displayed, columns, framed, matplotlib_axes
 from dualform.read.queries import arguments
@@ -79,6 +80,8 @@ class Diagnosis(Displayed):
     """Block, head, and how far its values are from kernel principal components."""
     notes: tuple[str, ...] = ()
     """What was not looked at, and why."""
+    paths: Paths | None = None
+    """What attention paths score each head; None without targets."""
 
     @property
     def findings(self) -> tuple[Statement, ...]:
@@ -91,6 +94,8 @@ class Diagnosis(Displayed):
             found.append(
                 Statement(_of_values(self.values), "are-values-kernel-principal-components")
             )
+        if self.paths is not None:
+            found.append(Statement(self.paths.finding, "which-paths-do-tokens-take"))
         return tuple(found)
 
     def __rich__(self) -> Group:
@@ -103,6 +108,7 @@ class Diagnosis(Displayed):
             "heads",
             "alike",
             "least share",
+            *(["path scores"] if self.paths is not None else []),
         )
         table = columns(names, {"block"})
         masks = {one.block: one for one in self.masks}
@@ -115,6 +121,7 @@ class Diagnosis(Displayed):
                 "–" if factor is None else f"{factor:.3f}",
                 "–" if seen is None or seen.graph.radius is None else str(seen.graph.radius),
                 *self._head_cells(one.name),
+                *self._path_cells(one.name),
             )
         sentences = [Text(f"· {one.sentence}  [{one.link}]") for one in self.findings]
         notes = [Text(f"Not looked at: {note}", style="dim") for note in self.notes]
@@ -126,6 +133,14 @@ class Diagnosis(Displayed):
             return "–", "–", "–"
         alike = sum(len(group) for group in self.heads.redundant if group[0].block == block)
         return str(len(own)), str(alike), f"{min(x.share for x in own):.3f}"
+
+    def _path_cells(self, block: str) -> tuple[str, ...]:
+        """The least and the largest score of a head."""
+        if self.paths is None:
+            return ()
+        own = zip(self.paths.blocks, self.paths.scores, strict=True)
+        scores = [score for name, row in own if name == block for score in row.tolist()]
+        return (f"{min(scores):.3f}–{max(scores):.3f}" if scores else "–",)
 
     def to_pandas(self) -> Any:
         """A data frame with a line for each block; `report.heads.to_pandas()` has the heads."""
@@ -150,6 +165,7 @@ def diagnose(
     batch: Any,
     *,
     layers: str | Sequence[str] | None = None,
+    targets: Tensor | None = None,
     ablate: bool = False,
 ) -> Diagnosis:
     """Calls the model once, and runs every instrument that applies: `dualform.diagnose(…)`.
@@ -164,31 +180,53 @@ def diagnose(
         batch: what the model is called with: a tensor, a tuple of arguments or a dict of keywords.
         layers: names of blocks, or patterns. Default: the largest row of alike modules, or the
             attention layers of a model that has no such row.
+        targets: one number a sample, such as +1 and −1 for two classes: also scores heads by the
+            attention paths that lead to them.
         ablate: also runs the model once without each head, to see what it loses.
     """
     inputs, named = arguments(batch)
     tokens = CollapseReading()
     masks: list[LayerMask] = []
     audits = _Audits()
-    heads = HeadReadings()
+    heads, paths = HeadReadings(), PathReadings()
 
     def see(seen: BlockState) -> None:
         tokens.see(seen)
         masks.extend(LayerMask(seen.name, *_mask_of(call.weights)) for call in seen.calls)
         audits.see(seen)
         heads.see(seen)
+        if targets is not None:
+            paths.see(seen)
 
     out = look(model, _blocks(model, layers), see, inputs, named)
     if not masks:
         raise no_attention(model)
     found = heads.ablated(model, out, lambda: model(*inputs, **named)) if ablate else heads.result()
+    scored, notes = _scored(paths, targets)
     return Diagnosis(
         tokens.result(),
         tuple(masks),
         found if found.heads else None,
         tuple(audits.found),
-        tuple(dict.fromkeys(audits.notes)),
+        tuple(dict.fromkeys([*audits.notes, *notes])),
+        scored,
     )
+
+
+def _scored(paths: PathReadings, targets: Tensor | None) -> tuple[Paths | None, tuple[str, ...]]:
+    """Scores of heads by attention paths; or why there are none."""
+    if targets is None:
+        return None, ("attention paths, which need targets=, one number a sample.",)
+    samples = len(paths.weights[0][1]) if paths.weights else 0
+    if paths.weights and targets.shape != (samples,):
+        raise AttentionError(
+            f"targets have shape {tuple(targets.shape)}; give one number for each of {samples} "
+            "samples, such as +1 and −1 for two classes."
+        )
+    try:
+        return paths.result(targets), ()
+    except AttentionError as error:
+        return None, (f"attention paths: {error}",)
 
 
 def _blocks(model: nn.Module, layers: str | Sequence[str] | None) -> dict[str, nn.Module]:

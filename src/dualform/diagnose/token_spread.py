@@ -114,7 +114,8 @@ class SpreadReader:
     def _measure(self) -> None:
         if self._waiting:
             shape = (len(self._waiting), self._waiting[0].shape[0])
-            found = _measures(torch.cat(self._waiting))
+            with torch.autocast(self._waiting[0].device.type, enabled=False):  # a caller's
+                found = _measures(torch.cat(self._waiting))
             self._numbers.append(found.view(*shape, -1).mean(1).cpu())
             self._waiting = []
 

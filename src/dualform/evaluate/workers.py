@@ -162,14 +162,15 @@ def _pickled(task: Task) -> bytes:
 def _serve(connection: Connection[Any, Any], pickled: bytes, threads: int) -> None:
     """A worker's life: train what comes until nothing comes any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=leave_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     while True:
         ids, seed = connection.recv()
         connection.send(_attempt(lambda: _loaded(pickled), ids, seed))
 
 
-def _leave_with_parent() -> None:
+def leave_with_parent() -> None:
+    """Waits for the end of the process that started this one, and ends this one then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

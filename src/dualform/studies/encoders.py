@@ -175,8 +175,12 @@ def step_times(steps: Mapping[str, Callable[[], object]], rounds: int) -> dict[s
     }
 
 
-def fitting(model: nn.Module, rate: float) -> Callable[[Sequence[Tensor], Tensor], None]:
+def fitting(
+    model: nn.Module, rate: float, half: bool = False
+) -> Callable[[Sequence[Tensor], Tensor], None]:
     """A function that makes one step of AdamW on a batch: what the model takes, and its classes.
+
+    With `half` a GPU multiplies in bfloat16 (autocast).
 
     >>> step = fitting(nn.Linear(3, 2), rate=0.1)
     >>> step([torch.ones(4, 3)], torch.tensor([0, 1, 1, 1]))
@@ -184,7 +188,8 @@ def fitting(model: nn.Module, rate: float) -> Callable[[Sequence[Tensor], Tensor
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
 
     def step(inputs: Sequence[Tensor], y: Tensor) -> None:
-        loss = cross_entropy(model(*inputs), y)
+        with torch.autocast("cuda", torch.bfloat16, enabled=half and y.is_cuda):
+            loss = cross_entropy(model(*inputs), y)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)

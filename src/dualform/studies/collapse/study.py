@@ -22,19 +22,25 @@ TEXT = "tinyshakespeare.txt"
 
 
 def run_study(
-    data: Path, setting: CollapseSetting, seeds: int | None, device: str, out: Path
+    data: Path,
+    setting: CollapseSetting,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    workers: int = 0,
 ) -> Report:
     """Measures random networks and trained ones, and reports; what is done already is kept.
 
     Args:
         seeds: of random networks and of trained ones; by default as many as the setting has.
+        workers: how many parts are run at a time, each in a process of its own; 0 for none.
     """
     text = read_text(data, TEXT)
     task = HiddenCharacters(text, setting)
     measure = CollapseMeasurement(setting, task, device)
     counts = (seeds or setting.seeds, seeds or setting.trained_seeds)
     kept = {**asdict(setting), "device": device, "data": fingerprint(text)}
-    found = run_parts(out, kept, parts_of(measure, *counts))
+    found = run_parts(out, kept, parts_of(measure, *counts), workers)
     results = CollapseResults(
         setting,
         [found[f"random seed {seed}"] for seed in range(counts[0])],

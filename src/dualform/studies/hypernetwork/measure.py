@@ -16,16 +16,12 @@ from dualform.studies.hypernetwork.problems import (
     Task,
     problems_of,
     random_stream,
-    training_batches,
 )
 from dualform.studies.hypernetwork.raven import MOST_FEATURES, RULES, Raven
 from dualform.studies.hypernetwork.setting import HypernetworkSetting, TrainingSetting
+from dualform.studies.hypernetwork.training import train
 from dualform.studies.parts import Found
 
-CLIP = 1.0
-"""The largest norm of a gradient."""
-WARM_UP = 0.1
-"""The share of steps in which the learning rate rises; it falls to nothing in the others."""
 AT_A_TIME = 256
 """Problems that a network is tested on at a time."""
 COUNTED = 4000
@@ -53,36 +49,6 @@ def measure_network(
     }
     found = {"untrained": untrained, "trained": probe(model, task, setting.probed, device)}
     return {"scores": scores, "loss": loss, "probe": found}
-
-
-def train(
-    model: nn.Module, task: Task, training: TrainingSetting[Any], seed: int, device: str
-) -> float:
-    """Trains in place, by AdamW with a rate that rises and falls; the mean loss of the last tenth.
-
-    >>> training = TrainingSetting(Raven(features=1), 8, 2, 1, steps=20, batch=8)
-    >>> model = RuleReader(training.task.shape, "HYLA", 8, 2, 1)
-    >>> train(model, training.task, training, 0, "cpu") < 2.5
-    True
-    """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate, weight_decay=training.decay)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, training.rate, total_steps=training.steps, pct_start=WARM_UP
-    )
-    last = torch.zeros((), device=device)
-    counted = max(1, training.steps // 10)
-    model.train()
-    for step, batch in enumerate(training_batches(task, seed, training.batch, training.steps)):
-        given = batch.to(device)
-        loss = task.loss(model(given.x), given.y)
-        optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-        if step >= training.steps - counted:
-            last += loss.detach() / counted
-    return float(last)
 
 
 @torch.no_grad()

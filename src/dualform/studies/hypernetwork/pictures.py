@@ -77,8 +77,9 @@ def _grid(plt: Any, results: HypernetworkResults) -> tuple[Any, list[tuple[Any, 
         figsize=(7.6, 0.46 * sum(heights) + 1.2),
         layout="constrained",
         height_ratios=heights,
+        squeeze=False,
     )
-    return figure, list(zip(column, results.tasks, strict=True))
+    return figure, list(zip(column[:, 0], results.tasks, strict=True))
 
 
 def _scores(plt: Any, results: HypernetworkResults) -> Any:

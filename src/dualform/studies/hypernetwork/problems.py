@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from dualform.errors import EvaluationError
+
+Item = TypeVar("Item")
 
 BLOCK = 1 << 14
 """So many training problems are drawn, and shuffled, at a time."""
@@ -114,24 +117,46 @@ def problems_of(task: Task, part: str, count: int) -> Problems:
     return task.draw(part, count, random_stream(task.seed, f"test {part}"))
 
 
-def training_batches(task: Task, seed: int, batch: int, steps: int) -> Iterator[Problems]:
+def training_batches(
+    task: Task, seed: int, batch: int, steps: int, device: str = "cpu"
+) -> Iterator[Problems]:
     """Batches of training problems, each problem in one of them.
 
     The problems come from the stream "train". Blocks of them are shuffled by the stream "order", so
-    that another order of the same problems needs no other problems.
+    that another order of the same problems needs no other problems. For a GPU, a thread draws the
+    next block meanwhile.
 
     >>> from dualform.studies.hypernetwork.fuzzy_logic import FuzzyLogic
     >>> [len(batch) for batch in training_batches(FuzzyLogic(), 0, batch=8, steps=3)]
     [8, 8, 8]
     """
+    blocks = _blocks(task, seed, batch, steps)
+    for problems, order in blocks if torch.device(device).type == "cpu" else ahead(blocks):
+        there = problems.to(device)
+        yield from (there.some(rows) for rows in torch.split(order.to(device), batch))
+
+
+def _blocks(task: Task, seed: int, batch: int, steps: int) -> Iterator[tuple[Problems, Tensor]]:
+    """Training problems, and the order in which they come."""
     drawn, order = random_stream(seed, f"train {task.seed}"), random_stream(seed, "order")
     left = steps * batch
     while left:
         block = min(left, BLOCK // batch * batch or batch)
-        problems = task.draw("train", block, drawn)
-        shuffled = torch.randperm(block, generator=order)
-        yield from (problems.some(rows) for rows in torch.split(shuffled, batch))
+        yield task.draw("train", block, drawn), torch.randperm(block, generator=order)
         left -= block
+
+
+def ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The same items, a thread making the next one while one is used.
+
+    >>> list(ahead(iter("abc")))
+    ['a', 'b', 'c']
+    """
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        coming = pool.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = pool.submit(next, items, None)
+            yield item
 
 
 def split(count: int, share: float, stream: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dualform.studies.hypernetwork.fuzzy_logic import FuzzyLogic
 from dualform.studies.hypernetwork.network import LAYERS
@@ -49,11 +49,14 @@ class HypernetworkSetting:
     """Problems of each part that a network is tested on."""
     probed: int = 1000
     """Problems whose latent codes are probed."""
+    tasks: tuple[str, ...] = (FuzzyLogic.name, Raven.name)
+    """On which of both networks are trained."""
 
     @property
-    def trainings(self) -> tuple[TrainingSetting[FuzzyLogic], TrainingSetting[Raven]]:
-        """The settings of both tasks."""
-        return self.fuzzy_logic, self.raven
+    def trainings(self) -> tuple[TrainingSetting[Any], ...]:
+        """The settings of the tasks."""
+        both = (self.fuzzy_logic, self.raven)
+        return tuple(one for one in both if one.task.name in self.tasks)
 
 
 SETTINGS = {

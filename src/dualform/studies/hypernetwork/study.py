@@ -19,19 +19,23 @@ from dualform.studies.report import Report
 QUESTION = "Does attention as a hypernetwork generalize to combinations of rules that it never saw?"
 
 
-def run_study(setting: HypernetworkSetting, seeds: int | None, device: str, out: Path) -> Report:
+def run_study(
+    setting: HypernetworkSetting, seeds: int | None, device: str, out: Path, workers: int = 0
+) -> Report:
     """Trains every layer on both tasks with each seed; what is kept in `out` is not done again.
 
     Args:
         seeds: by default as many as the setting has.
+        workers: how many networks are trained at a time, each in a process of its own; 0 for none.
     """
     for training in setting.trainings:
         for layer in training.layers:
             require_layer(layer)
     seeds = seeds or setting.seeds
     own = asdict(setting)
-    own.pop("seeds")  # more may be added to what is kept
-    found = run_parts(out, {**own, "device": device}, parts_of(setting, seeds, device))
+    for changing in ("seeds", "tasks"):  # others may be added to what is kept
+        own.pop(changing)
+    found = run_parts(out, {**own, "device": device}, parts_of(setting, seeds, device), workers)
     results = HypernetworkResults(
         setting,
         tuple(

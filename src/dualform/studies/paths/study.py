@@ -21,12 +21,13 @@ DATASET = "mnist"
 
 
 def run_study(
-    data: Path, setting: PathsSetting, seeds: int | None, device: str, out: Path
+    data: Path, setting: PathsSetting, seeds: int | None, device: str, out: Path, workers: int = 0
 ) -> Report:
     """Measures chains and trained transformers, and reports; what is done already is kept.
 
     Args:
         seeds: of chains and of transformers; by default as many as the setting has.
+        workers: how many parts are run at a time, each in a process of its own; 0 for none.
     """
     images = load_images(data, DATASET)
     counts = (seeds or setting.seeds, seeds or setting.trained_seeds)
@@ -38,7 +39,7 @@ def run_study(
         for seed in range(counts[1])
     }
     parts: dict[str, Callable[[], Found]] = {**chains, **pruning}
-    found = run_parts(out, kept, parts)
+    found = run_parts(out, kept, parts, workers)
     results = PathsResults(setting, [found[n] for n in chains], [found[n] for n in pruning])
     own = asdict(setting) | {"seeds": counts[0], "trained_seeds": counts[1], "device": device}
     return Report("paths", QUESTION, own, results.findings(), results.tables(), draw(results, out))

@@ -56,6 +56,8 @@ class RobustSetting:
     """How far FGSM and PGD move a pixel."""
     pgd_steps: int = 10
     layers: tuple[str, ...] = tuple(LAYERS)
+    half: bool = False
+    """Whether a GPU trains in bfloat16 (autocast); attacks and tests are in float32."""
 
     def strengths(self, attack: str) -> tuple[float, ...]:
         """The strengths of one of `ATTACKS`, weakest first.
@@ -107,6 +109,7 @@ SETTINGS = {
         dataset="fashion-mnist",
         batch=256,
         pgd_steps=20,
+        half=True,
     ),
 }
 

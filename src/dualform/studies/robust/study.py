@@ -20,12 +20,13 @@ QUESTION = "Does attention to robust principal components stand contamination be
 
 
 def run_study(
-    data: Path, setting: RobustSetting, seeds: int | None, device: str, out: Path
+    data: Path, setting: RobustSetting, seeds: int | None, device: str, out: Path, workers: int = 0
 ) -> Report:
     """Trains every layer on clean and contaminated images; what is kept in `out` is not redone.
 
     Args:
         seeds: by default as many as the setting has.
+        workers: how many parts are run at a time, each in a process of its own; 0 for none.
     """
     require_known_layers(setting.layers)
     seeds = seeds or setting.seeds
@@ -47,7 +48,7 @@ def run_study(
     own = asdict(setting)
     own.pop("seeds")  # more may be added to what is kept
     used = fingerprint(train.x, train.y, test.x, test.y)
-    found = run_parts(out, {**own, "device": device, "data": used}, parts)
+    found = run_parts(out, {**own, "device": device, "data": used}, parts, workers)
     results = RobustResults(
         setting,
         {

@@ -90,7 +90,7 @@ def measure_training(
         x, _ = corrupt_tokens(train.x, setting.contaminated, setting.patch, draws)
         train = PixelImages(x, train.y)
     model = PixelClassifier(train, layer, setting).to(device)
-    step = fitting(model, setting.rate)
+    step = fitting(model, setting.rate, setting.half)
     for _ in range(setting.epochs):
         model.train()
         for rows in torch.split(torch.randperm(len(train.y)), setting.batch):
