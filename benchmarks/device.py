@@ -1,6 +1,7 @@
 """What CI cannot check: every layer of the grid on an accelerator, exact and bit-identical.
 
-`python -m benchmarks.device --device cuda` prints one line a case and optimizer.
+`python -m benchmarks.device --device cuda` prints one line a case and optimizer. `--cases lstm gru`
+takes those with such names.
 """
 
 from __future__ import annotations
@@ -64,10 +65,14 @@ def main() -> None:
     """All cases, in float64 and float32."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
-    device = parser.parse_args().device
+    parser.add_argument("--cases", nargs="+", default=[""], help="parts of their names")
+    options = parser.parse_args()
+    device = options.device
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)
     for title, case in CASES.items():
+        if not any(name.lower() in title.lower() for name in options.cases):
+            continue
         for dtype in (torch.float64, torch.float32):
             for name in OPTIMIZERS:
                 try:

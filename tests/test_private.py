@@ -34,6 +34,7 @@ HELD: dict[str, Callable[[], Any]] = {
     "torch.UntypedStorage._cdata": lambda: torch.zeros(1).untyped_storage(),
     "torch._dynamo.eval_frame.OptimizedModule._orig_mod": lambda: torch.compile(nn.Linear(1, 1)),
     "torch._dynamo.eval_frame.OptimizedModule.dynamo_ctx": lambda: torch.compile(nn.Linear(1, 1)),
+    "torch.autograd.graph.Node._raw_saved_result3": lambda: _recurrent_node(),
     "torch._ops.OpOverload._schema": lambda: torch.ops.aten.relu.default,
     "torch.distributed.algorithms.join.Joinable._join_config": lambda: Uneven(),
     "torch.nn.Module._parameters": lambda: nn.Linear(1, 1),
@@ -49,6 +50,14 @@ HELD: dict[str, Callable[[], Any]] = {
 
 def _made(module: str, name: str, *args: Any) -> Any:
     return getattr(importlib.import_module(module), name)(*args)
+
+
+def _recurrent_node() -> Any:
+    """The node of cuDNN's recurrent layers, which needs no device where tensors have no memory."""
+    x, h, memory = (torch.zeros(n, 2, 4, device="meta", requires_grad=True) for n in (5, 1, 1))
+    weights = [torch.zeros(16, 4, device="meta", requires_grad=True) for _ in range(2)]
+    options = (2, 4, 0, 1, False, 0.0, True, False, [], None)
+    return torch._cudnn_rnn(x, weights, 2, memory.detach().flatten(), h, h, *options)[0].grad_fn
 
 
 def resolve(name: str) -> Any:

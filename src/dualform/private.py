@@ -40,6 +40,8 @@ NAMES = {
     "torch._standard_gamma": TORCH,
     "torch._weight_norm": TORCH,
     "torch.ops.aten._flash_attention_forward": TORCH,
+    "torch.autograd.Variable._execution_engine": TORCH,
+    "torch.autograd.graph.Node._raw_saved_result3": TORCH,
     "torch.Tensor._backward_hooks": TORCH,
     "torch.Tensor._base": TORCH,
     "torch.Tensor._indices": TORCH,
@@ -84,6 +86,11 @@ without_modes: Callable[[], Any] = _disable_current_modes
 """What is computed inside is seen by no mode. Public: nothing; TorchDispatchMode is documented."""
 
 
+def at_backward_end(action: Callable[[], None]) -> None:
+    """Has something run when the backward pass that is running is over. Public: nothing."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
 def flash_attention(*args: Any, **options: Any) -> Any:
     """Attention of packed sequences. Public: `F.scaled_dot_product_attention` of nested tensors."""
     return torch.ops.aten._flash_attention_forward(*args, **options)
@@ -115,6 +122,18 @@ def has_hooks(tensor: Tensor) -> bool:
     (False, True)
     """
     return bool(tensor._backward_hooks)
+
+
+def saved_reserve(node: Node | None) -> Any:
+    """What cuDNN's recurrent layers keep for their backward pass, or None. Public: nothing.
+
+    `data` is the memory, as long as the node holds it; `unpack_hook` is set where it does not.
+
+    >>> saved_reserve(torch.ones(1, requires_grad=True).exp().grad_fn) is None
+    True
+    """
+    is_cudnn = node is not None and node.name() == "CudnnRnnBackward0"
+    return getattr(node, "_raw_saved_result3", None) if is_cudnn else None
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:

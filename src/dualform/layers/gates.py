@@ -46,6 +46,9 @@ class Steps(NamedTuple):
 
     def before(self, rows: Tensor, first: Tensor) -> Tensor:
         """The states that the steps find, of which `rows` are those that they leave."""
+        if self.sizes[0] == self.sizes[-1]:
+            each = self.sizes[0]
+            return torch.cat([rows[each:], first] if self.reverse else [first, rows[:-each]])
         found = list(self.states(self.parts(rows), first))
         return torch.cat(found[::-1] if self.reverse else found)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from dualform.layers.recurrence import Recurrence
+from dualform.layers.reserve import Action, Reserve
 from dualform.layers.unroll import rows_of
 from dualform.layers.use import (
     Finder,
@@ -57,10 +59,15 @@ class RecurrentUse:
     def __init__(self, find: Finder, call: Recurrence, outputs: tuple[Tensor, ...]) -> None:
         self._find, self._call, self.outputs = find, call, outputs
         self._order = find.order
+        self._reserve = Reserve.of(outputs[0])
+
+    def await_errors(self, action: Action) -> RemovableHandle | None:
+        """Where cuDNN made the call, it leaves what rows are made of when it has gone back."""
+        return None if self._reserve is None else self._reserve.await_errors(action)
 
     def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
         """Keys of every matrix, and values where errors are given; batch first."""
-        for found in rows_of(self._call, errors):
+        for found in rows_of(self._call, errors, self._reserve):
             site = self._site(found.weight, found.bias)
             if site is not None:
                 values = None if found.values is None else self._in_order(found.values)

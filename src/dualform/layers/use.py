@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dualform.layers.computed import PARAMETRIZED, computed_weight, leaves
 from dualform.layers.extent import Block, extent
@@ -74,6 +75,16 @@ class Seen(Protocol):
 
     def rows(self, errors: Sequence[Tensor | None] | None) -> Iterable[Rows]:
         """Keys, and values where errors are given."""
+
+
+@runtime_checkable
+class Waits(Protocol):
+    """A call that knows itself when its errors come."""
+
+    def await_errors(
+        self, action: Callable[[Sequence[Tensor | None]], None]
+    ) -> RemovableHandle | None:
+        """Has the action called with them; None where it is as with other calls."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from dualform.layers.rows import by_sample
-from dualform.layers.use import Finder, Function, LayerKind, Seen, Site
+from dualform.layers.use import Finder, Function, LayerKind, Seen, Site, Waits
 from dualform.ledger.format import ROOT
 
 
@@ -79,6 +79,9 @@ def when_errors_come(
     if len(outputs) == 1:
         node = outputs[0].grad_fn
         return None if node is None else node.register_prehook(action)
+    waiting = use.await_errors(action) if isinstance(use, Waits) else None
+    if waiting is not None:
+        return waiting
     if all(out.grad_fn is None for out in outputs):
         return None
     return torch.autograd.graph.register_multi_grad_hook(outputs, action)
