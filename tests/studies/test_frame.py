@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator
 from functools import partial
@@ -88,14 +89,17 @@ def test_an_interrupted_study_goes_on(tmp_path: Path) -> None:
     assert [one["value"] for one in found.values()] == [1.0, 2.0, 4.0]
 
 
-def test_parts_are_found_by_workers_and_a_failure_keeps_what_is_done(tmp_path: Path) -> None:
-    parts = {"a": partial(dict, value=1.0), "b": partial(int, "no number")}
-    with pytest.raises(ValueError, match="no number"):
-        run_parts(tmp_path, {}, parts, workers=1)
-    assert not (tmp_path / "parts" / "b.json").exists()
-    again = {"a": partial(dict, value=2.0), "b": partial(dict, value=3.0)}
-    found = run_parts(tmp_path, {}, again)
-    assert [one["value"] for one in found.values()] == [1.0, 3.0]
+def test_parts_in_processes_are_those_of_one(tmp_path: Path) -> None:
+    parts = {name: partial(json.loads, f'{{"value": {at}}}') for at, name in enumerate("abc")}
+    whole = run_parts(tmp_path / "one", {}, parts)
+    with pytest.raises(EvaluationError, match=r"ended before its time .*run the study again"):
+        run_parts(tmp_path / "two", {}, {**parts, "killed": partial(os._exit, 3)}, workers=1)
+    with pytest.raises(ZeroDivisionError) as failure:
+        run_parts(tmp_path / "two", {}, {**parts, "wrong": partial(divmod, 1, 0)}, workers=2)
+    assert failure.value.__notes__ == ["This was 'wrong', a part of the study."]
+    unmade = {name: partial(os._exit, 3) for name in parts}
+    assert run_parts(tmp_path / "two", {}, unmade) == whole  # all of them were kept
+    assert list(whole) == list("abc")
 
 
 def test_parts_with_other_settings_are_refused(tmp_path: Path) -> None:

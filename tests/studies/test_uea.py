@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from dualform.cli import cli
-from dualform.errors import EvaluationError, ReadingError, RetrainingError
+from dualform.errors import EvaluationError, ReadingError
 from dualform.studies.data import data_folder
 from dualform.studies.encoders import LAYERS, Encoder, EncoderShape, count_flops, kept_bytes
 from dualform.studies.estimate import estimate
@@ -23,7 +23,6 @@ from dualform.studies.uea import SETTINGS, UeaSetting, run_study, training
 from dualform.studies.uea.series import Series, load
 from dualform.studies.uea.training import (
     SeriesClassifier,
-    measure_seed,
     train_held_out,
     train_on_all,
 )
@@ -167,14 +166,6 @@ def test_intervals() -> None:
     assert estimate([0.0, 1.0] * 50).interval == pytest.approx(0.0999, abs=2e-3)
 
 
-def test_workers_find_the_same(data: Path) -> None:
-    train, test = load(data, "Tiny")
-    here, elsewhere = (measure_seed(train, test, "Tiny", 0, QUICK, "cpu", n) for n in (0, 1))
-    for layer, way in itertools.product(QUICK.layers, ("held out", "all")):
-        for name, value in here[layer][way].items():  # threads may add up in another order
-            assert elsewhere[layer][way][name] == pytest.approx(value, rel=1e-4), (layer, way, name)
-
-
 def test_the_study_reports_three_protocols(data: Path, tmp_path: Path) -> None:
     report = run_study(data, replace(SMALL, epochs=1), 2, "cpu", tmp_path)
     report.save(tmp_path)
@@ -236,6 +227,3 @@ def test_errors(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ReadingError, match="attention layer 'ridge' is not in this study; it has softmax, linear"
     ):
         run_study(data, replace(QUICK, layers=("ridge",)), 1, "cpu", tmp_path)
-    train, test = load(data, "Tiny")
-    with pytest.raises(RetrainingError, match=r"Tiny, softmax, seed 0, held out: .*nowhere"):
-        measure_seed(train, test, "Tiny", 0, QUICK, "nowhere", 0)

@@ -27,6 +27,13 @@ def study_options(
         click.option("--seeds", type=click.IntRange(1), help="Default: the setting's."),
         click.option("--device", default="cpu", show_default=True),
         click.option(
+            "--workers",
+            type=click.IntRange(0),
+            default=0,
+            show_default=True,
+            help="How many processes train at a time; 0: only this one.",
+        ),
+        click.option(
             "--out",
             type=click.Path(path_type=Path),
             default=Path("runs") / verb,
@@ -82,9 +89,9 @@ def add_study(
         seeds: int | None,
         device: str,
         out: Path,
+        workers: int,
         as_json: bool,
         data: Path | None = None,
-        workers: int | None = None,
         **chosen: Any,
     ) -> None:
         from dualform.studies.data import data_folder
@@ -97,9 +104,7 @@ def add_study(
         if model:
             kind = setting + ("_cifar10" if given.get("dataset") == "cifar10" else "")
             parts.append(model.format(setting=kind))
-        if workers is not None:
-            parts.append(workers)
-        show_report(package.run_study(*parts), out, as_json)
+        show_report(package.run_study(*parts, workers), out, as_json)
 
     for option in (*reversed(choices), study_options(name, needs_data, sizes)):
         command = option(command)
@@ -118,14 +123,8 @@ def choose_layers(count: str) -> Any:
     )
 
 
-def choose_workers(what: str) -> Any:
-    """The option that says how many processes work."""
-    return click.option("--workers", type=click.IntRange(0), default=0, help=what)
-
-
 DIGITS, GARMENTS = "mnist", "fashion-mnist"
 EPOCHS = click.option("--epochs", type=click.IntRange(1), help="Default: the setting's.")
-WORKERS = choose_workers("Processes; 0: only this one.")
 
 add_study(
     "uea",
@@ -133,7 +132,6 @@ add_study(
     click.option("--dataset", "datasets", multiple=True, help="Default: the setting's."),
     choose_layers("all six"),
     EPOCHS,
-    WORKERS,
 )
 add_study(
     "image-attention",
@@ -148,13 +146,11 @@ add_study(
     choose_images(DIGITS, GARMENTS),
     choose_layers("all six"),
     EPOCHS,
-    WORKERS,
 )
-add_study("collapse", "Which masks, norms and widths let tokens become alike?", WORKERS)
+add_study("collapse", "Which masks, norms and widths let tokens become alike?")
 add_study(
     "paths",
     "What do attention paths tell of tasks and heads?",
-    WORKERS,
     sizes=("small", "tiny", "paper"),
 )
 add_study("fixed-point", "Does iterated attention converge, and to a Gaussian?", needs_data=False)
@@ -168,7 +164,6 @@ add_study(
         type=click.Choice(("fuzzy_logic", "raven")),
         help="Default: both.",
     ),
-    WORKERS,
     sizes=("small", "tiny", "middle", "paper"),
     needs_data=False,
 )
@@ -186,7 +181,6 @@ add_study(
 add_study(
     "controls",
     "What attention tells beyond simpler things.",
-    choose_workers("Processes that retrain."),
     sizes=("small", "middle", "paper"),
     model="dualform.studies.controls:{setting}_model",
 )

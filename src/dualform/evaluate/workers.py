@@ -161,16 +161,24 @@ def _pickled(task: Task) -> bytes:
 
 def _serve(connection: Connection[Any, Any], pickled: bytes, threads: int) -> None:
     """A worker's life: train what comes until nothing comes any more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
+    begin_worker(threads)
     while True:
         ids, seed = connection.recv()
         connection.send(_attempt(lambda: _loaded(pickled), ids, seed))
 
 
-def leave_with_parent() -> None:
-    """Waits for the end of the process that started this one, and ends this one then."""
+def begin_worker(threads: int) -> None:
+    """Makes this process one that works for its parent: it ends when the parent does.
+
+    Args:
+        threads: how many torch uses here.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+
+
+def _leave_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

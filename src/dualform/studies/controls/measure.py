@@ -162,7 +162,7 @@ class ControlsMeasurement:
         )
 
     def _path(self, name: str, seed: int) -> Path:
-        return self.out / (name if seed == 0 else "scratch")
+        return self.out / (name if seed == 0 else f"scratch-{name}-{seed}")
 
     def _scores(self, seed: int) -> Path:
         return self.out / f"scores-{seed}.npz"

@@ -29,14 +29,14 @@ def run_study(
     device: str,
     out: Path,
     model: str,
-    workers: int | None = 0,
+    workers: int = 0,
 ) -> Report:
     """Trains, reads and retrains, and reports; what is done already is kept.
 
     Args:
         seeds: of the networks that are read; by default as many as the setting has.
         model: package.module:function that builds the setting's network, for the explorer.
-        workers: processes that retrain; None for one a core, 0 for this one only.
+        workers: how many trainings run at a time, each in a process of its own; 0 for none.
     """
     seeds = seeds or setting.seeds
     experiment = load_experiment(data, setting, device)
@@ -54,7 +54,7 @@ def run_study(
     digits, tests = experiment.images, experiment.test
     data_used = fingerprint(digits.pixels, digits.y, tests.pixels, tests.y)
     kept = {**asdict(setting), "device": device, "data": data_used}
-    found = run_parts(out, kept, parts)
+    found = run_parts(out, kept, parts, workers)
     truth = retrained(experiment, out / "halves", workers)
     scores = [measure.load_scores(seed) for seed in range(seeds)]
     chosen = found[f"seed 0 {TRUE}"]["least sure"]

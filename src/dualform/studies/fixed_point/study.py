@@ -57,11 +57,18 @@ SETTINGS = {
 }
 
 
-def run_study(setting: FixedPointSetting, seeds: int | None, device: str, out: Path) -> Report:
+def run_study(
+    setting: FixedPointSetting,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    workers: int = 0,
+) -> Report:
     """Runs all of it; what is kept in `out` is not done again.
 
     Args:
         seeds: by default as many as the setting has.
+        workers: how many parts run at a time, each in a process of its own; 0 for none.
     """
     seeds = seeds or setting.seeds
     parts: dict[str, Callable[[], Found]] = {
@@ -75,7 +82,7 @@ def run_study(setting: FixedPointSetting, seeds: int | None, device: str, out: P
         parts[f"sizes seed {seed}"] = partial(_sizes, seed, setting, device)
     own = asdict(setting)
     own.pop("seeds")  # more may be added to what is kept
-    found = run_parts(out, {**own, "device": device}, parts)
+    found = run_parts(out, {**own, "device": device}, parts, workers)
     results = FixedPointResults(
         setting.size,
         setting.width,

@@ -23,17 +23,24 @@ QUESTION = "Do attention layers that are derived from regressions make a better 
 
 
 def run_study(
-    data: Path, setting: ImageSetting, seeds: int | None, device: str, out: Path
+    data: Path,
+    setting: ImageSetting,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    workers: int = 0,
 ) -> Report:
     """Trains with every layer and each seed; what is kept in `out` is not done again.
 
     Args:
         seeds: by default as many as the setting has.
+        workers: how many parts run at a time, each in a process of its own; 0 for none.
     """
     require_layers(setting.layers)
     seeds = seeds or setting.seeds
     train, test = load_pictures(data, setting)
-    parts: dict[str, Callable[[], Found]] = {"costs": partial(layer_costs, train, setting, device)}
+    costs = {"costs": partial(layer_costs, train, setting, device)}
+    parts = dict[str, Callable[[], Found]]()
     for seed in range(seeds):
         for layer in setting.layers:
             parts[f"{layer} seed {seed}"] = partial(
@@ -42,7 +49,8 @@ def run_study(
     own = asdict(setting)
     own.pop("seeds")  # more may be added to what is kept
     data_used = fingerprint(train.x, train.y, test.x, test.y)
-    found = run_parts(out, {**own, "device": device, "data": data_used}, parts)
+    kept = {**own, "device": device, "data": data_used}
+    found = run_parts(out, kept, costs) | run_parts(out, kept, parts, workers)  # timed alone
     results = ImageResults(
         setting.dataset,
         {

@@ -64,7 +64,7 @@ class LanguageMeasurement:
 
     def measure(self, seed: int) -> Found:
         """All that is found with one seed."""
-        path = self.out / (self.name if seed == 0 else f"scratch-{self.name}")
+        path = self.out / (self.name if seed == 0 else f"scratch-{self.name}-{seed}")
         model = self._train(seed, path, self.task.keep)
         run = open_run(path, self.device)
         prompts = self._prompts(model, seed)
@@ -210,7 +210,7 @@ class LanguageMeasurement:
 
     def _again(self, seed: int, exact: PlaceEvidence, some: Prompts) -> dict[str, Any]:
         """The same training recorded as summaries: what is left of the evidence, at what size."""
-        path = self.out / f"scratch-{self.name}-summaries"
+        path = self.out / f"scratch-{self.name}-{seed}-summaries"
         model = self._train(seed, path, SUMMARIES)
         run = open_run(path, self.device)
         explanation = explained(run, model, some)

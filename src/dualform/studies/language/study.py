@@ -19,7 +19,13 @@ QUESTION = "Which training positions does a next-token prediction use?"
 
 
 def run_study(
-    data: Path, setting: LanguageSetting, seeds: int | None, device: str, out: Path, models: str
+    data: Path,
+    setting: LanguageSetting,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    models: str,
+    workers: int = 0,
 ) -> Report:
     """Trains every model with each seed, and reports; what is done already is kept.
 
@@ -27,6 +33,7 @@ def run_study(
         seeds: by default as many as the setting has.
         models: what the functions that build the models are called, up to the model's name, for
             the explorer: "package.module:small".
+        workers: how many parts run at a time, each in a process of its own; 0 for none.
     """
     seeds = seeds or setting.seeds
     texts = {
@@ -41,7 +48,7 @@ def run_study(
     }
     data_used = fingerprint(*(text.tokens for text in texts.values()))
     kept = {**asdict(setting), "device": device, "data": data_used}
-    found = run_parts(out, kept, parts)
+    found = run_parts(out, kept, parts, workers)
     by_model = {
         name: [found[f"{name} seed {seed}"] for seed in range(seeds)] for name in setting.tasks
     }

@@ -51,7 +51,7 @@ class MnistMeasurement:
 
     def seed(self, seed: int) -> Found:
         """One training, and what its ledger says."""
-        path = self.out / ("run" if seed == 0 else "scratch")
+        path = self.out / ("run" if seed == 0 else f"scratch-{seed}")
         training = self.setting.training
         train(self.images, self._batches(seed), training, seed, path, device=self.device)
         run = open_run(path, self.device)

@@ -23,13 +23,20 @@ COLORS = 3 * 32 * 32
 
 
 def run_study(
-    data: Path, setting: MnistSetting, seeds: int | None, device: str, out: Path, model: str
+    data: Path,
+    setting: MnistSetting,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    model: str,
+    workers: int = 0,
 ) -> Report:
     """Trains with each seed, and reports; what is done already is kept.
 
     Args:
         seeds: by default as many as the setting has.
         model: package.module:function that builds the setting's network, for the explorer.
+        workers: how many parts run at a time, each in a process of its own; 0 for none.
     """
     seeds = seeds or setting.seeds
     images, tests = load_parts(data, setting)
@@ -38,7 +45,7 @@ def run_study(
     parts = {f"seed {seed}": partial(measure.seed, seed) for seed in range(seeds)}
     data_used = fingerprint(images.pixels, images.y, tests.pixels, tests.y)
     kept = {**asdict(setting), "device": device, "data": data_used}
-    found = run_parts(out, kept, parts)
+    found = run_parts(out, kept, parts, workers)
     results = MnistResults(setting, tests.classes, [found[name] for name in parts])
     own = asdict(setting)
     settings = {**own.pop("training"), **own, "seeds": seeds, "device": device}

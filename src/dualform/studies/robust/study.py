@@ -31,7 +31,8 @@ def run_study(
     require_known_layers(setting.layers)
     seeds = seeds or setting.seeds
     train, test = load_pixels(data, setting)
-    parts: dict[str, Callable[[], Found]] = {"costs": partial(layer_costs, train, setting, device)}
+    costs = {"costs": partial(layer_costs, train, setting, device)}
+    parts = dict[str, Callable[[], Found]]()
     for seed in range(seeds):
         for training in TRAININGS:
             for layer in setting.layers:
@@ -48,7 +49,8 @@ def run_study(
     own = asdict(setting)
     own.pop("seeds")  # more may be added to what is kept
     used = fingerprint(train.x, train.y, test.x, test.y)
-    found = run_parts(out, {**own, "device": device, "data": used}, parts, workers)
+    kept = {**own, "device": device, "data": used}
+    found = run_parts(out, kept, costs) | run_parts(out, kept, parts, workers)  # timed alone
     results = RobustResults(
         setting,
         {

@@ -53,7 +53,7 @@ class TwoTasksMeasurement:
     def together(self, seed: int) -> Found:
         """Training on both tasks at once."""
         training, steps = self.setting.training, self.setting.together
-        path = self.out / "scratch"
+        path = self.out / f"scratch-together-{seed}"
         self._train(path, self.tasks.batches(training.batch, seed), steps, seed)
         run = open_run(path, self.device)
         seen = torch.cat([*islice(self.tasks.batches(training.batch, seed), steps)])
@@ -65,7 +65,7 @@ class TwoTasksMeasurement:
     def in_sequence(self, seed: int) -> Found:
         """Digits, then garments; read at the switch and after each of the setting's steps."""
         setting, switch = self.setting, self.setting.switch
-        path = self.out / ("run" if seed == 0 else "scratch")
+        path = self.out / ("run" if seed == 0 else f"scratch-{seed}")
         batches = self.tasks.in_sequence(switch, setting.training.batch, seed)
         self._train(path, batches, max(setting.ends), seed)
         run = open_run(path, self.device)

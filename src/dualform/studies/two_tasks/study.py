@@ -21,13 +21,20 @@ QUESTION = "Where does the attention go when a network learns digits and garment
 
 
 def run_study(
-    data: Path, setting: TwoTasksSetting, seeds: int | None, device: str, out: Path, model: str
+    data: Path,
+    setting: TwoTasksSetting,
+    seeds: int | None,
+    device: str,
+    out: Path,
+    model: str,
+    workers: int = 0,
 ) -> Report:
     """Trains with each seed, together and in sequence, and reports; what is done already is kept.
 
     Args:
         seeds: by default as many as the setting has.
         model: package.module:function that builds the setting's network, for the explorer.
+        workers: how many parts run at a time, each in a process of its own; 0 for none.
     """
     seeds = seeds or setting.seeds
     tasks, tests = load_tasks(data, setting)
@@ -39,7 +46,7 @@ def run_study(
     }
     pictures = [part for one in (tasks, tests) for part in (one.images.pixels, one.images.y)]
     kept = {**asdict(setting), "device": device, "data": fingerprint(*pictures)}
-    found = run_parts(out, kept, parts)
+    found = run_parts(out, kept, parts, workers)
     together, sequences = (
         [found[f"seed {seed} {how}"] for seed in range(seeds)]
         for how in ("together", "in sequence")

@@ -5,16 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dualform.evaluate.workers import Ids, Job, train_all
-from dualform.read.scores import Array
 from dualform.studies.encoders import LAYERS, Encoder, EncoderShape, fitting, measure_costs
 from dualform.studies.parts import Found
 from dualform.studies.uea.series import Series
@@ -22,6 +18,7 @@ from dualform.studies.uea.series import Series
 DATASETS = ("JapaneseVowels", "Handwriting", "UWaveGestureLibrary", "BasicMotions")
 ALL, HELD_OUT = "all", "held out"
 """What is trained on: all of TRAIN, or all but a fifth, which chooses the epoch."""
+WAYS = (HELD_OUT, ALL)
 INSPECTED = 64
 """How many test samples tell how far apart heads are."""
 
@@ -99,45 +96,12 @@ class Whole(NamedTuple):
     distance: float
 
 
-def measure_seed(
-    data: Series,
-    test: Series,
-    name: str,
-    seed: int,
-    setting: UeaSetting,
-    device: str,
-    workers: int,
+def measure_training(
+    data: Series, test: Series, layer: str, way: str, seed: int, setting: UeaSetting, device: str
 ) -> Found:
-    """Both trainings of every layer with one seed; `workers` of them at a time."""
-    plan = [(layer, way) for layer in setting.layers for way in (HELD_OUT, ALL)]
-    jobs = [
-        Job(f"{name}, {layer}, seed {seed}, {way}", np.array([at]), seed)
-        for at, (layer, way) in enumerate(plan)
-    ]
-    found: Found = {layer: {} for layer in setting.layers}
-
-    def done(job: Job, numbers: Array) -> None:
-        layer, way = plan[int(job.ids[0])]
-        named = HeldOut(*numbers.tolist()) if way == HELD_OUT else Whole(*numbers.tolist())
-        found[layer][way] = named._asdict()
-
-    train_all(partial(_planned, data, test, plan, setting, device), jobs, done, workers)
-    return found
-
-
-def _planned(
-    data: Series,
-    test: Series,
-    plan: list[tuple[str, str]],
-    setting: UeaSetting,
-    device: str,
-    ids: Ids,
-    seed: int,
-) -> list[float]:
-    """What the training at a place of the plan found, as numbers, which a worker sends."""
-    layer, way = plan[int(ids[0])]
+    """One training of one layer with one seed, on some of TRAIN or on all."""
     train = train_held_out if way == HELD_OUT else train_on_all
-    return [*map(float, train(data.to(device), test.to(device), layer, seed, setting))]
+    return train(data.to(device), test.to(device), layer, seed, setting)._asdict()
 
 
 def train_held_out(
