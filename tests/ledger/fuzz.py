@@ -1,30 +1,35 @@
 """Random damage to a run: every read ends in an error of ours, in the right answer, or is named.
 
 As many mutations as wanted, from a seed: python -m tests.ledger.fuzz 5000 0
+The same by somebody who makes all seals fit again: python -m tests.ledger.fuzz 5000 0 --forged
 """
 
 from __future__ import annotations
 
 import random
+import resource
 import shutil
 import signal
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from tests.ledger.mutations import ACCIDENTS, FORGERIES, seal_again
 from torch import Tensor, nn
 
 import dualform
 from dualform.errors import DualformError
 from dualform.recording.recorder import Recorder
 
-PATIENCE = 20
+PATIENCE = 60
 """Seconds after which a read counts as hanging."""
+MEMORY = 256 << 20
+"""Bytes that a read may take beyond what the process has; the run has some 60,000."""
 
 
 class Twice(nn.Module):
@@ -39,9 +44,10 @@ class Twice(nn.Module):
         return found
 
 
-def record_run(path: Path) -> None:
+def record_run(path: Path) -> nn.Module:
     """A run of two sessions with everything in it: rows, residuals, weights, ids, samples.
 
+    Returns the model.
     Keys are stored once, by one of two streams and in one of three shards.
     """
     torch.manual_seed(0)
@@ -57,6 +63,7 @@ def record_run(path: Path) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 recorder.checkpoint()
+    return model
 
 
 def read_everything(path: Path) -> dict[str, Any]:
@@ -74,80 +81,38 @@ def read_everything(path: Path) -> dict[str, Any]:
     }
 
 
-def flip_a_bit(data: bytes, draw: random.Random) -> bytes:
-    at = draw.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
-
-
-def change_bytes(data: bytes, draw: random.Random) -> bytes:
-    at, count = draw.randrange(len(data)), draw.randint(1, 16)
-    return data[:at] + draw.randbytes(len(data[at : at + count])) + data[at + count :]
-
-
-def zero_bytes(data: bytes, draw: random.Random) -> bytes:
-    at, count = draw.randrange(len(data)), draw.randint(1, 64)
-    return data[:at] + bytes(len(data[at : at + count])) + data[at + count :]
-
-
-def insert_bytes(data: bytes, draw: random.Random) -> bytes:
-    at = draw.randrange(len(data) + 1)
-    return data[:at] + draw.randbytes(draw.randint(1, 8)) + data[at:]
-
-
-def remove_bytes(data: bytes, draw: random.Random) -> bytes:
-    at = draw.randrange(len(data))
-    return data[:at] + data[at + draw.randint(1, 64) :]
-
-
-def repeat_bytes(data: bytes, draw: random.Random) -> bytes:
-    at, count = draw.randrange(len(data)), draw.randint(1, 64)
-    return data[: at + count] + data[at : at + count] + data[at + count :]
-
-
-def change_a_digit(data: bytes, draw: random.Random) -> bytes:
-    """A number of a header or a description becomes another: the text stays JSON."""
-    places = [at for at, byte in enumerate(data[:2000]) if 48 <= byte < 58]
-    if not places:
-        return flip_a_bit(data, draw)
-    at = draw.choice(places)
-    return data[:at] + str(draw.randrange(10)).encode() + data[at + 1 :]
-
-
-def cut_off(data: bytes, draw: random.Random) -> bytes:
-    return data[: draw.randrange(len(data))]
-
-
-MUTATIONS: list[Callable[[bytes, random.Random], bytes]] = [
-    flip_a_bit,
-    change_bytes,
-    zero_bytes,
-    insert_bytes,
-    remove_bytes,
-    repeat_bytes,
-    change_a_digit,
-    cut_off,
-]
+def ask_the_model(path: Path, model: nn.Module) -> None:
+    """What a user may ask about an output of the model."""
+    run, x = dualform.open(path), torch.ones(2, 8)
+    for layer in run.layers:
+        run.spotlight(model, x)[layer].top(2)
+    run.explain(model, x, target=1)
+    run.influence(model, x, target=1)
 
 
 @contextmanager
-def in_time() -> Iterator[None]:
-    """Ends what takes too long, by an error."""
+def in_time_and_memory() -> Iterator[None]:
+    """Ends what takes too long or too much, by an error that is none of ours."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"a read did not end in {PATIENCE} seconds")
 
     before = signal.signal(signal.SIGALRM, stop)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
     signal.alarm(PATIENCE)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY, most))
     try:
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
 
 
 def outcome(path: Path, whole: dict[str, Any]) -> str:
     """What became of reading a damaged run; anything but these is an error that gets out."""
-    with in_time():
+    with in_time_and_memory():
         try:
             found = read_everything(path)
         except DualformError:
@@ -157,30 +122,45 @@ def outcome(path: Path, whole: dict[str, Any]) -> str:
         return "named" if dualform.open(path).check() else "silently wrong"
 
 
-def fuzz(count: int, seed: int) -> Counter[str]:
+def forged_outcome(path: Path, model: nn.Module) -> str:
+    """What became of reading a run whose seals fit: nobody can say what would be right."""
+    with in_time_and_memory():
+        try:
+            read_everything(path)
+            ask_the_model(path, model)
+        except DualformError:
+            return "refused"
+        return "answered"
+
+
+def fuzz(count: int, seed: int, *, forged: bool = False) -> Counter[str]:
     """Damages a copy of a run that often, and counts what came of it."""
     draw, outcomes = random.Random(seed), Counter[str]()
     with TemporaryDirectory() as folder:
-        original = Path(folder) / "run"
-        record_run(original)
+        original, path = Path(folder) / "run", Path(folder) / "copy"
+        model = record_run(original)
         whole = read_everything(original)
+        ask_the_model(original, model)
         files = sorted(p.relative_to(original) for p in original.rglob("*") if p.stat().st_size)
         files = [file for file in files if (original / file).is_file()]
-        path = shutil.copytree(original, Path(folder) / "copy")
+        shutil.copytree(original, path)
         for number in range(count):
-            file, mutate = draw.choice(files), draw.choice(MUTATIONS)
-            data = (original / file).read_bytes()
-            (path / file).write_bytes(mutate(data, draw))
+            file = draw.choice(files)
+            mutate = draw.choice(FORGERIES if forged else ACCIDENTS)
+            (path / file).write_bytes(mutate((original / file).read_bytes(), draw))
+            if forged:
+                seal_again(path, path / file)
             try:
-                found = outcome(path, whole)
+                found = forged_outcome(path, model) if forged else outcome(path, whole)
+                assert found != "silently wrong"
             except Exception as error:
                 error.add_note(f"mutation {number} of seed {seed}: {mutate.__name__} of {file}")
                 raise
-            assert found != "silently wrong", f"mutation {number}: {mutate.__name__} of {file}"
             outcomes[found] += 1
-            (path / file).write_bytes(data)
+            for changed in files if forged else [file]:
+                (path / changed).write_bytes((original / changed).read_bytes())
     return outcomes
 
 
 if __name__ == "__main__":
-    print(fuzz(int(sys.argv[1]), int(sys.argv[2])))
+    print(fuzz(int(sys.argv[1]), int(sys.argv[2]), forged="--forged" in sys.argv))

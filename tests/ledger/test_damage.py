@@ -243,7 +243,10 @@ def test_one_flipped_bit_of_a_header_is_named(finished: Path, at: int, bit: int)
         path = shutil.copytree(finished, Path(folder) / "run")
         ledger = Ledger(path)
         (shard, *_), initial = ledger.shards, path / "initial.safetensors"
-        for file, read in ((shard.path, lambda: shard.file), (initial, lambda: ledger.kept(0))):
+        for file, read in (
+            (shard.path, lambda: shard.file),
+            (initial, lambda: Ledger(path).kept(0)),
+        ):
             data = file.read_bytes()
             (length,) = struct.unpack("<Q", data[:8])
             file.write_bytes(flip(data, at % (8 + length), bit))

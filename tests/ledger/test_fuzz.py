@@ -7,8 +7,8 @@ from tests.ledger.fuzz import fuzz
 
 
 def test_random_damage_is_never_silent() -> None:
-    outcomes = fuzz(count=150, seed=0)
-    assert outcomes["refused"] > 50
+    outcomes = fuzz(count=100, seed=0)
+    assert outcomes["refused"] > 30
     assert outcomes["right"] > 5  # in what is only for people
 
 

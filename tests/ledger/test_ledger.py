@@ -340,7 +340,8 @@ def test_segments_that_claim_too_much(tmp_path: Path) -> None:
 
     writer = LedgerWriter.create(tmp_path / "run", RunInfo(), {"w": torch.zeros(2)})
     arrays = {"fc/keys": [torch.ones(2, 1)], "fc/values": [torch.ones(2, 1)]}
-    arrays |= {"fc/segments": [torch.tensor([[1, 1, 900]])], "batches": [torch.tensor([[1, 2]])]}
+    arrays |= {"fc/segments": [torch.tensor([[1, 1, 3]])], "batches": [torch.tensor([[1, 2]])]}
+    arrays["samples"] = [torch.tensor([0, 1])]
     writer.append(ShardBlock(1, 1, arrays, streams=[Declaration(Stream("fc", (1,), (1,)), {})]))
     writer.close()
     with pytest.raises(CorruptError, match="the segments of 'fc' do not fit its rows"):

@@ -145,6 +145,8 @@ class Declaration:
             raise ValueError(f"the stream '{stream.name}' has no two bases, or no name of a layer")
         if not _are_counts(*stream.keys, *stream.values, *stream.shared, *stream.bases):
             raise ValueError(f"the shapes of '{stream.name}' are not made of whole numbers")
+        if stream.layout and not _is_convolution(stream):
+            raise ValueError(f"the layout of '{stream.name}' is {stream.layout}")
         for book, term in self.terms.items():
             named = isinstance(term.form, str) and isinstance(term.view, str)
             placed = len(term.at) == 2 and _are_counts(term.groups, *term.at) and term.groups > 0
@@ -251,6 +253,29 @@ class RunInfo:
             for b in self.books
         ]
         return replace(self, books=tuple(books), streams=tuple(d.stream for d in found.values()))
+
+
+def _is_convolution(stream: Stream) -> bool:
+    """Whether a layout says of records of this shape at which positions they have rows.
+
+    >>> layout = dict(kind="patches", kernel=[2], stride=[1], dilation=[1], padding=[[0, 0]])
+    >>> [_is_convolution(Stream("conv", (1, 4), (1, n), layout)) for n in (3, 9)]
+    [True, False]
+    """
+    layout, sizes = stream.layout, stream.keys[1:]
+    sides = [layout[name] for name in ("kernel", "stride", "dilation", "padding")]
+    apart = layout.get("stuffing", [1] * len(sizes))
+    if layout["kind"] != "patches" or any(len(side) != len(sizes) for side in (*sides, apart)):
+        return False
+    positions = []
+    for size, gap, kernel, stride, dilation, (before, after) in zip(
+        sizes, apart, *sides, strict=True
+    ):
+        if not (_are_counts(gap, kernel, stride, dilation) and gap * kernel * stride * dilation):
+            return False
+        reach = gap * (size - 1) + 1 + before + after - dilation * (kernel - 1) - 1
+        positions.append(reach // stride + 1)
+    return not stream.keys[0] or positions == [*stream.values[1:]]
 
 
 def _are_counts(*values: Any) -> bool:

@@ -18,12 +18,12 @@ CACHED_BYTES = 512 << 10
 
 
 def key_places(
-    shard: Shard, stream: str, columns: Mapping[str, Column], counts: Tensor
+    shard: Shard, stream: str, columns: Mapping[str, Column], visits: Tensor, each: Tensor
 ) -> tuple[Tensor, KeyTable] | None:
     """(visits,): where in a table the keys of each visit begin; None if they lie in the shard.
 
-    `columns` says what a record takes of each array, and `counts` how many records each visit of a
-    sample to the stream has, in order.
+    `columns` says what a record takes of each array. Each segment has so many `visits` of samples
+    to the stream, of so many records `each`.
     """
     source = shard.keys_of(stream)
     name = f"{source}/places"
@@ -31,11 +31,13 @@ def key_places(
         return None
     keys = {array: columns[array] for array in shard.codec(stream).key_arrays}
     table, places = KeyTable(shard, source, keys), shard.file.read(name)
-    if places.shape != counts.shape or places.dtype != torch.int64:
+    expected = (int(visits.sum()),)
+    if places.shape != expected or places.dtype != torch.int64:
         raise CorruptError(
             f"'{shard.path}' has '{name}' as {places.dtype} of shape {tuple(places.shape)}; "
-            f"there are {len(counts):,} visits: int64 of {tuple(counts.shape)}."
+            f"there are {expected[0]:,} visits: int64 of {expected}."
         )
+    counts = each.repeat_interleave(visits)
     if len(places) and (int(places.min()) < 0 or int((places + counts).max()) > len(table)):
         raise CorruptError(
             f"'{shard.path}': '{name}' reaches beyond the {len(table):,} keys that its log has; "

@@ -26,6 +26,9 @@ from dualform.ledger.log import Damage, Head, Log, Logs, session_and_rank
 from dualform.ledger.sessions import Commit, Session, Shard, read_sessions
 from dualform.ledger.tensors import TensorFile
 
+MANY_STEPS = 4096
+"""Shards of more steps are opened with the run: their files must be so large."""
+
 
 class Ledger:
     """A run folder, opened for reading: shards of rows, weights at some steps, small columns.
@@ -47,6 +50,8 @@ class Ledger:
         logs = Logs.read(path)
         sessions, misplaced = read_sessions(path, logs)
         self._logs = logs
+        self._compared: set[int] = set()
+        """The steps whose weights have the shapes that the description says."""
         self.session = sessions[-1]
         """The last time that recording went on."""
         self._sessions, gaps = _without_gaps(path, sessions)
@@ -70,6 +75,22 @@ class Ledger:
         """What is wrong with the logs and with what they vouch for, as far as that is known."""
         if self.damage and not damaged:
             raise self._refusal()
+        self._check_sizes(damaged)
+
+    def _check_sizes(self, damaged: bool) -> None:
+        """Whether books and steps are as many as files can hold, before memory is taken for them.
+
+        Files that are missing are named by whoever reads them.
+        """
+        try:
+            if self._initial.path.exists():
+                self.kept(0)
+        except CorruptError:
+            if not damaged:
+                raise
+        for shard in self.shards:
+            if shard.last - shard.first >= MANY_STEPS and shard.path.is_file():
+                shard.file  # noqa: B018
 
     @property
     def unfinished(self) -> bool:
@@ -137,8 +158,15 @@ class Ledger:
 
     def by_step(self, name: str) -> Tensor:
         """(steps, books): a small array that has one line for each step, in memory."""
-        found = _column(self.step_shards, name)
-        return found[: self.last_step] if len(found) else torch.zeros(0, len(self.info.books))
+        found, books = _column(self.step_shards, name), len(self.info.books)
+        if not len(found):
+            return torch.zeros(0, books)
+        if len(found) < self.last_step or found.shape[1:] != (books,):
+            raise CorruptError(
+                f"the run '{self.path}' has '{name}' of shape {tuple(found.shape)}, and "
+                f"{self.last_step:,} steps of {books} books; restore it from a copy."
+            )
+        return found[: self.last_step]
 
     def samples(self, shard: Shard | None = None) -> Tensor:
         """(samples,): the samples of a shard's batches, or of all, by the run's numbers."""
@@ -197,13 +225,27 @@ class Ledger:
 
     def kept(self, step: int) -> TensorFile:
         """The file of what was kept of `step`: parameters, and the optimizer's memory of them."""
-        if step == 0:
-            return self._initial.file
-        if step not in self._weights:
+        if step and step not in self._weights:
             raise UnknownStepError(
                 f"the weights of step {step} were not kept; those of {self.kept_steps} were."
             )
-        return self._weights[step].file
+        file = (self._weights[step] if step else self._initial).file
+        if step not in self._compared:
+            self._compare(file)
+            self._compared.add(step)
+        return file
+
+    def _compare(self, file: TensorFile) -> None:
+        """Refuses weights, or buffers, that are not what `run.json` says."""
+        for book in self.info.books:
+            place, buffer = file.array(book.name), file.arrays.get(BUFFER + book.name)
+            found = (place.shape, str(place.dtype).removeprefix("torch."))
+            if found != (book.shape, book.dtype) or (buffer and buffer.shape != book.shape):
+                raise CorruptError(
+                    f"'{file.path}' has '{book.name}' as {found[1]} of shape {found[0]}, or its "
+                    f"buffer of another one, and '{self.path / RUN_FILE}' says {book.dtype} of "
+                    f"{book.shape}; restore the run from a copy."
+                )
 
     @cached_property
     def _initial(self) -> Commit:

@@ -16,6 +16,7 @@ from typing import Any
 from dualform.errors import CorruptError
 from dualform.ledger.codecs import Codec
 from dualform.ledger.format import Declaration
+from dualform.ledger.index_checks import check_index
 from dualform.ledger.log import LOG_FILE, Damage, Log, Logs, Record, session_and_rank
 from dualform.ledger.tensors import TensorFile
 
@@ -61,6 +62,13 @@ class Shard(Commit):
     """How the rows of each stream are kept, by the stream's name."""
     log: Sequence[Shard] = field(default=(), repr=False, compare=False)
     """All shards of its log, in order."""
+
+    @cached_property
+    def file(self) -> TensorFile:
+        """The arrays, after a look at the index, too."""
+        file = super().file
+        check_index(file, self.first, self.last)
+        return file
 
     @property
     def first(self) -> int:
@@ -228,6 +236,8 @@ def _session(start: Record) -> tuple[Session, int]:
         raise ValueError(f"rank {start['rank']} of {start['of']} cannot be")
     if "initial" in start:
         _check_numbers(start["initial"], ("bytes", "crc32"))
+        if start["step"]:
+            raise ValueError(f"a run begins after step 0, not {start['step']}")
     if not isinstance(start.get("buffers", []), list):
         raise ValueError("'buffers' is not a list")
     return Session(start["session"], start["step"], start["of"], start), start["rank"]
@@ -250,6 +260,9 @@ def _commits(log: Log, rank: int) -> Iterator[Commit]:
         for note in record["notes"]:
             _check_numbers(note, ("step",))
             note["book"], note["reason"]
+        if not record["first"] <= record["last"] < record["first"] + record["bytes"]:
+            steps = f"{record['first']} to {record['last']}"
+            raise ValueError(f"a file of {record['bytes']} bytes has the steps {steps}")
         declared = tuple(map(Declaration.from_json, record["streams"]))
         if declared:
             codecs = codecs | {d.stream.name: d.codec for d in declared}

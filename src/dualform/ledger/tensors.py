@@ -115,10 +115,10 @@ class TensorFile:
     ) -> None:
         self.path, self.open = path, opener(path)
         with self.open() as file:
-            size = _size(file)
-            if nbytes not in (None, size):
+            self.nbytes = _size(file)
+            if nbytes not in (None, self.nbytes):
                 raise CorruptError(
-                    f"'{path}' has {size:,} bytes, its log says {nbytes:,}; "
+                    f"'{path}' has {self.nbytes:,} bytes, its log says {nbytes:,}; "
                     "restore the file from a copy of the run."
                 )
             try:
@@ -292,6 +292,8 @@ def _place(name: str, item: dict[str, Any], base: int, size: int) -> ArrayPlace:
     place = ArrayPlace(DTYPES[item["dtype"]], tuple(item["shape"]), base + start)
     if any(type(length) is not int or length < 0 for length in place.shape):
         raise ValueError(f"array '{name}' has shape {place.shape}")
+    if math.prod(length or 1 for length in place.shape) * place.dtype.itemsize >= 1 << 63:
+        raise ValueError(f"array '{name}' has shape {place.shape}, which nothing can have")
     whole = type(start) is int and type(end) is int
     if not whole or start < 0 or base + end > size or end - start != place.nbytes:
         raise ValueError(f"array '{name}' does not lie within the file")

@@ -178,7 +178,7 @@ class JoinedBooks:
 
     def _leg(self, places: Sequence[Place], sums: Sequence[Sums], first: int, last: int) -> None:
         """Steps between which nothing was kept, as many at a time as their gradients allow."""
-        count, shares = max(1, GRADIENT_BYTES // (8 * self._size)), self._accounting.shares
+        count, shares = max(1, GRADIENT_BYTES // (8 * max(1, self._size))), self._accounting.shares
         for begin in range(first, last + 1, count):
             numbers = range(begin, min(begin + count, last + 1))
             by_row = [t for t in numbers if self._history.states[t - 1] == BY_ROW]

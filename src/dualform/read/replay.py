@@ -210,6 +210,13 @@ def kept_moment(reader: RowReader, rule: StateRule, book: Book, step: int) -> Mo
     kept = file.read_all([name, *known])
     wide = {entry: array.to(reader.device, torch.float64) for entry, array in kept.items()}
     state = {part: wide[entry] for part, entry in entries.items() if entry in wide}
+    for part, value in state.items():
+        whole = value.numel() == 1 if part in COUNTS else value.shape == book.shape
+        if rule.elementwise and not (whole or not value.ndim):
+            raise CorruptError(
+                f"'{file.path}' has '{entries[part]}' of shape {tuple(value.shape)}, and "
+                f"'{name}' has {book.shape}; restore the file from a copy of the run."
+            )
     for part in COUNTS.keys() & state.keys():
         if not COUNTS[part] <= float(state[part]) <= MOST:
             raise CorruptError(

@@ -8,16 +8,16 @@ is not dropped: there the matrix is taken for a multiple of the identity, its me
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dualform.errors import ReadingError
 from dualform.ledger import Book
+from dualform.read.free_memory import free_memory
 from dualform.read.samples_matrix.basis_lines import BasisLines
 from dualform.read.samples_matrix.columns import Columns, longest
 from dualform.read.samples_matrix.coordinates import Coordinates
@@ -67,6 +67,11 @@ class Ridge:
     def damped(self, damping: float) -> Damped:
         """`K + λ` with `λ = damping · scale`, inverted."""
         added = damping * self.scale
+        if not math.isfinite(added):
+            raise ReadingError(
+                "what some samples contributed is not finite, so that it cannot be inverted: "
+                "`dualform info RUN --check` says whether the run is damaged."
+            )
         precise = self.trace > WELL_CONDITIONED * added
         system = self.M.double() if precise else self.M.clone()
         if added:  # something was contributed
@@ -349,14 +354,3 @@ def check_memory(side: int, rank: int | None) -> None:
             f"{what} of a line of {side:,} needs {need / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
             f"are free; fewer directions need less: rank={min(smaller, 1024)}."
         )
-
-
-def free_memory() -> float:
-    """Bytes that may still be allocated, as far as the system says."""
-    known = Path("/proc/meminfo")
-    if known.exists():
-        lines = dict(line.split(":") for line in known.read_text().splitlines())
-        return 1024.0 * int(lines["MemAvailable"].split()[0])
-    if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return float("inf")

@@ -14,12 +14,14 @@ from dualform.ledger import Shard, Stream
 from dualform.ledger.codecs import Column
 from dualform.ledger.key_table import key_places
 from dualform.read.engine import ShardRange
+from dualform.read.free_memory import check_record
 
 
 class RowColumns:
     """Step, sample and position of each record of a stream in one shard; from its segments."""
 
     def __init__(self, shard: ShardRange, stream: Stream) -> None:
+        check_record(stream)
         names = ("batches", f"{stream.name}/segments")
         table, self._segments = shard.shard.file.read_all(names).values()
         numbers, sizes = table.unbind(1)
@@ -30,9 +32,8 @@ class RowColumns:
         self._begins, self._sizes = begins[at], sizes[at]
         self._counts = self._sizes * self._segments[:, 2]
         check_arrays(shard.shard, stream, int(self._counts.sum()), len(self._counts))
-        each = self._segments[:, 2].repeat_interleave(self._sizes)
-        stored = stored_arrays(shard.shard, stream)
-        self.places = key_places(shard.shard, stream.name, stored, each)
+        stored, each = stored_arrays(shard.shard, stream), self._segments[:, 2]
+        self.places = key_places(shard.shard, stream.name, stored, self._sizes, each)
         """Where the keys of each visit begin, and in which table; None if they lie in order."""
 
     def between(self, first: int, last: int) -> tuple[int, int]:

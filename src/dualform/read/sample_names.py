@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.errors import ReadingError, UnknownSampleError
+from dualform.errors import CorruptError, ReadingError, UnknownSampleError
 from dualform.ledger import Ledger
 from dualform.ledger.samples import SampleId, plain_list
 
@@ -32,6 +32,11 @@ class SampleNames:
         """Those of a run."""
         numbers, strings = distinct(map(ledger.samples, ledger.shards)), ledger.ids.strings
         listed = numbers.tolist()
+        if strings is not None and listed and not 0 <= listed[0] <= listed[-1] < len(strings):
+            raise CorruptError(
+                f"the run '{ledger.path}' has {len(strings):,} ids, and samples whose numbers lie "
+                "beyond them; restore it from a copy."
+            )
         return cls(numbers, listed if strings is None else [strings[n] for n in listed])
 
     def parse(self, text: str) -> SampleId:

@@ -18,6 +18,7 @@ from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
 from dualform.memory.summary import Bases, Matrices, SummarySides
 from dualform.read.engine import Part, ShardRange
+from dualform.read.free_memory import expanded_bytes
 from dualform.read.progress import advance
 from dualform.read.row_columns import RowColumns, stored_arrays, widths
 
@@ -152,10 +153,7 @@ def chunk_parts(
         return
     columns, codec = RowColumns(shard, stream), shard.shard.codec(stream.name)
     begin, end = columns.between(shard.first, shard.last)
-    width = codec.bytes_per_row(*widths(stream)) + beside
-    if stream.layout:  # what a record takes once it is expanded
-        patch = stream.keys[0] * math.prod(stream.layout["kernel"])
-        width += 4 * patch * positions(stream)
+    width = codec.bytes_per_row(*widths(stream)) + beside + expanded_bytes(stream)
     records = max(1, chunk_bytes // max(1, width))
     stored = StoredRecords(shard.shard, stream, columns, with_shared=True)
     uses = None

@@ -176,6 +176,8 @@ class Visits:
     @cached_property
     def cached(self) -> int:
         """How many visits are made rows at a time."""
+        if not len(self):
+            return 1
         columns = self._arrays.items()
         record = {
             name: torch.zeros(1, column.width, dtype=column.dtype) for name, column in columns
