@@ -141,7 +141,7 @@ def test_rows_that_nobody_declared_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_name_that_means_two_things_is_refused(tmp_path: Path) -> None:
-    other = [Declaration(Stream("fc", (3,), (1,), {"kind": "patches"}), {})]
+    other = [Declaration(Stream("fc", (3,), (1,), shared=(1, 3)), {})]
     rows = torch.ones(2, 3)
     with pytest.raises(CorruptError, match="declares the stream 'fc' otherwise than a log before"):
         write(tmp_path / "run", [(rows, declared(Exact())), (rows, other)])
