@@ -1,8 +1,9 @@
 """A step of several processes, recorded and not: `python -m benchmarks.distributed`.
 
-Each process has one thread for its training. Both sides are trained by DistributedDataParallel over
-gloo, in turns, in the same processes. The figures are those of process 0: by the clock, and by the
-processor seconds of all its threads, which count little of what else runs on the machine.
+Each process has one thread for its training. Both sides are trained by DistributedDataParallel (or,
+with `--sharded`, by fully_shard) over gloo, in turns, in the same processes. The figures are those
+of process 0: by the clock, and by the processor seconds of all its threads, which count little of
+what else runs on the machine.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,13 +31,19 @@ from benchmarks.timing import compare
 WIDTHS = (784, 2048, 2048, 10)
 
 
-def make_step(batch: int) -> tuple[Callable[[], None], nn.Module, Any]:
+def make_step(batch: int, sharded: bool) -> tuple[Callable[[], None], nn.Module, Any]:
     """A training step of a perceptron, the wrapped model, and its optimizer."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for a, b in itertools.pairwise(WIDTHS):
         layers += [nn.Linear(a, b), nn.ReLU()]
-    model = DistributedDataParallel(nn.Sequential(*layers[:-1]))
+    model: nn.Module = nn.Sequential(*layers[:-1])
+    if sharded:
+        for layer in layers[:-1:2]:
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     torch.manual_seed(dist.get_rank())
     xs, ys = torch.randn(8, batch, WIDTHS[0]), torch.randint(0, WIDTHS[-1], (8, batch))
@@ -50,12 +58,14 @@ def make_step(batch: int) -> tuple[Callable[[], None], nn.Module, Any]:
     return step, model, optimizer
 
 
-def measure(rank: int, of: int, folder: str, batch: int, steps: int, turns: int) -> None:
+def measure(
+    rank: int, of: int, folder: str, batch: int, steps: int, turns: int, sharded: bool
+) -> None:
     """What one process does; process 0 says what came of it."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meeting", world_size=of, rank=rank)
-    plain, *_ = make_step(batch)
-    step, model, optimizer = make_step(batch)
+    plain, *_ = make_step(batch, sharded)
+    step, model, optimizer = make_step(batch, sharded)
     clocks = {"clock": time.perf_counter, "processor": time.process_time}
     path, results = Path(folder, "run"), {}
     with dualform.record(model, optimizer, path) as recorder:
@@ -79,7 +89,8 @@ def measure(rank: int, of: int, folder: str, batch: int, steps: int, turns: int)
     if rank == 0:
         for name, result in results.items():
             print(
-                f"{of} processes, batch {batch} each, by the {name}: step × {result}, "
+                f"{of} processes{', sharded' * sharded}, batch {batch} each, by the {name}: "
+                f"step × {result}, "
                 f"{result.reference / steps * 1e3:,.0f} ms without",
                 flush=True,
             )
@@ -98,10 +109,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="samples of each process")
     parser.add_argument("--steps", type=int, default=20, help="how many make a turn")
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--sharded", action="store_true", help="by fully_shard")
     given = parser.parse_args()
     folder = tempfile.mkdtemp()
     try:
-        asked = (given.processes, folder, given.batch, given.steps, given.turns)
+        asked = (given.processes, folder, given.batch, given.steps, given.turns, given.sharded)
         spawn(measure, asked, given.processes)
     finally:
         shutil.rmtree(folder)
