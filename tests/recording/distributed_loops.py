@@ -170,7 +170,10 @@ LOOPS = {
 }
 
 
-FOUR = ("momentum", "words", "several passes", "uneven", "numbered")
+FOUR = (
+    *("momentum", "words", "several passes", "uneven", "numbered"),
+    *("sharded", "sharded words", "sharded float32", "sharded passes"),
+)
 """What four processes do."""
 
 

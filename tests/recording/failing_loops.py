@@ -96,11 +96,15 @@ def killed_0_at_7_in_parts(rank: int, of: int, folder: Path) -> None:
     go_on(rank, of, folder, STEPS, (0, 7), sharded=True)
 
 
-def killed_as_said(rank: int, of: int, folder: Path) -> None:
+def killed_as_said(rank: int, of: int, folder: Path, sharded: bool = False) -> None:
     """A file says who dies, and before which step; nobody, where there is none."""
     said = folder / "killed"
     victim = tuple(json.loads(said.read_text())) if said.exists() else None
-    go_on(rank, of, folder, STEPS, victim)
+    go_on(rank, of, folder, STEPS, victim, sharded)
+
+
+def killed_as_said_in_parts(rank: int, of: int, folder: Path) -> None:
+    killed_as_said(rank, of, folder, sharded=True)
 
 
 def to_the_end(rank: int, of: int, folder: Path) -> None:

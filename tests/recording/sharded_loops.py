@@ -40,17 +40,17 @@ class Attending(nn.Module):
 
 
 class Again(nn.Module):
-    """Its middle is computed again in the backward pass."""
+    """Its middle is computed again in the backward pass; of its gate, process 1 has nothing."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
         self.layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.head = nn.Linear(8, 3)
+        self.gate, self.head = nn.Linear(8, 1), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = checkpoint(self.layer, self.norm(self.first(x)), use_reentrant=False)
-        found: Tensor = self.head(inner)
+        found: Tensor = self.head(inner * torch.sigmoid(self.gate(inner)))
         return found
 
 

@@ -18,6 +18,7 @@ from tests.recording.failing_loops import (
     killed_1_at_5,
     killed_1_at_5_in_parts,
     killed_as_said,
+    killed_as_said_in_parts,
     to_the_end,
 )
 from tests.recording.refused_loops import refuse_all
@@ -65,7 +66,8 @@ def check_equal(name: str, together: Path, alone: Path) -> None:
     assert list(two.source.ledger.check()) == []
     assert not two.source.ledger.unfinished
     audits = one.audit(), two.audit()
-    assert audits[1].remainder < max(1e-12, 10 * tolerance)
+    # what 32 bits round of a weight, relative to its change, is as much as in one process
+    assert audits[1].remainder <= max(tolerance, 1.5 * audits[0].remainder)
     assert audits[0].coverage == audits[1].coverage
     for own, other in zip(audits[0].books, audits[1].books, strict=True):
         assert (own.name, own.granularity, own.rows) == (other.name, other.granularity, other.rows)
@@ -85,7 +87,7 @@ def check_equal(name: str, together: Path, alone: Path) -> None:
         assert set(answers[1][read].ids) == set(expected.ids)
         at = [answers[1][read].ids.index(sample) for sample in expected.ids]
         gap = np.abs(answers[1][read].values[at] - expected.values).max()
-        assert gap <= 10 * tolerance * np.abs(expected.values).max(), read
+        assert gap <= tolerance * np.abs(expected.values).max(), read
 
 
 def test_what_cannot_be_one_run_is_refused_in_all_processes(tmp_path: Path) -> None:
@@ -121,22 +123,26 @@ def test_a_killed_process_leaves_a_run_that_any_number_goes_on_with(
         model.load_state_dict(each.state_dict())
         answers.append(each.explain(model, data[:2], target=0))
     at = [answers[1].ids.index(sample) for sample in answers[0].ids]
-    np.testing.assert_allclose(answers[1].values[at], answers[0].values, rtol=1e-9, atol=1e-12)
+    gap = np.abs(answers[1].values[at] - answers[0].values).max()
+    assert gap <= 1e-12 * np.abs(answers[0].values).max()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("step", range(STEPS_OF_VICTIMS))
-def test_any_process_may_be_killed_at_any_time(rank: int, step: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", [killed_as_said, killed_as_said_in_parts])
+def test_any_process_may_be_killed_at_any_time(
+    task: Task, rank: int, step: int, tmp_path: Path
+) -> None:
     """Before each step; what was committed is what both have committed at the last checkpoint."""
     (tmp_path / "killed").write_text(json.dumps([rank, step]))
-    for process in begun(killed_as_said, 2, tmp_path):
+    for process in begun(task, 2, tmp_path):
         process.join()
     readable = 3 * (step // 3)
     assert dualform.open(tmp_path / "run").steps == readable
     for left in (tmp_path / "killed", *tmp_path.glob("problem-*")):
         left.unlink()
-    trained_by(2, killed_as_said, tmp_path)
+    trained_by(2, task, tmp_path)
     run = dualform.open(tmp_path / "run")
     assert run.steps == STEPS_OF_VICTIMS
     assert list(run.source.ledger.check()) == []

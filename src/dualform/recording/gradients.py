@@ -153,7 +153,9 @@ def _of_part(own: Tensor, part: Portion, look: Look, term: Term) -> Tensor:
 
     The sum over all processes is what it would keep of the whole.
     """
-    lines = part.lines(term.view) if part.counts else None
+    if not (part.counts and part.elements):
+        return own.new_zeros(look.kept)
+    lines = part.lines(term.view)
     if lines is None:
         matrix = as_matrix(part.widened(own), term.view, term.groups)[look.rows]
     else:
