@@ -1,7 +1,7 @@
 """What instruments take: a forward pass with each, against one without, in turns.
 
-`python -m benchmarks.diagnose` prints a line for each model and instrument, `--device cuda` of
-models that fill a GPU. The target, at most 1.05, is that of hooks and of what only looks at tokens.
+`python -m benchmarks.diagnose` prints a line for each model and instrument, `--large --device cuda`
+of models that fill a GPU. The target, at most 1.05, is that of hooks and of what looks at tokens.
 What needs all attention weights is listed apart: fused attention does not form them, so they have
 to be computed beside it.
 """
@@ -58,15 +58,15 @@ def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     return {name: (model.eval(), batch) for name, (model, batch) in found.items()}
 
 
-def large_models() -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Those of a GPU: GPT-2-small and ViT-B, with random weights."""
+def large_models(device: str) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """GPT-2-small and ViT-B, with random weights."""
     torch.manual_seed(0)
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval().cuda()
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval().to(device)
     for batch in (4, 16):
-        words = torch.randint(50257, (batch, 1024), device="cuda")
+        words = torch.randint(50257, (batch, 1024), device=device)
         yield f"GPT-2, 12 × 768, {batch} × 1,024", gpt2, {"input_ids": words, "use_cache": False}
-    vit = transformers.ViTModel(transformers.ViTConfig()).eval().cuda()
-    yield "ViT, 12 × 768, 64 × 197", vit, {"pixel_values": torch.randn(64, 3, 224, 224).cuda()}
+    vit = transformers.ViTModel(transformers.ViTConfig()).eval().to(device)
+    yield "ViT, 12 × 768, 64 × 197", vit, {"pixel_values": torch.randn(64, 3, 224, 224).to(device)}
 
 
 def instruments(model: nn.Module, batch: dict[str, Any]) -> dict[str, Callable[[], object]]:
@@ -90,23 +90,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--cpu", action="store_true", help="CPU time, for a busy machine.")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--large", action="store_true", help="GPT-2-small and ViT-B.")
+    parser.add_argument("--device", default="cpu", help="Of the large models.")
     given = parser.parse_args()
     clock = time.process_time if given.cpu else time.perf_counter
     torch.backends.mha.set_fastpath_enabled(False)  # the same calls on both sides
-    if given.device == "cpu":
+    if not given.large:
         for name, (model, batch) in models().items():
             for instrument, work in instruments(model, batch).items():
                 show(f"{name} | {instrument}", work, partial(model, **batch), given.turns, clock)
         return
-    for name, model, batch in large_models():
+    for name, model, batch in large_models(given.device):
         for instrument, work in instruments(model, batch).items():
-            if not instrument.startswith("all weights"):
-                for half in (False, True):
-                    with torch.autocast("cuda", torch.bfloat16, enabled=half):
-                        kind = "bf16" if half else "float32"
+            for kind in ("float32", "bf16") if given.device != "cpu" else ("float32",):
+                if not instrument.startswith("all weights"):
+                    with torch.autocast(given.device, torch.bfloat16, enabled=kind == "bf16"):
                         line = f"{name} | {kind} | {instrument}"
-                        show(line, finished(work), finished(partial(model, **batch)), given.turns)
+                        plain = finished(partial(model, **batch))
+                        show(line, finished(work), plain, given.turns, clock)
 
 
 def finished(work: Callable[[], object]) -> Callable[[], object]:
@@ -114,7 +115,8 @@ def finished(work: Callable[[], object]) -> Callable[[], object]:
 
     def done() -> None:
         work()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     return done
 

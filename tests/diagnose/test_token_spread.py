@@ -39,7 +39,7 @@ SPECTRA = {
 def test_stable_rank_is_within_a_thousandth(
     name: str, count: int, width: int, dtype: torch.dtype
 ) -> None:
-    """Compared in pairs are 256 tokens at most, so that more go another way."""
+    """Few tokens are compared in pairs, so that their products are known; many go another way."""
     values = SPECTRA[name].double()
     exact = float((values / values[0]).square().sum())
     found = spread(with_spectrum(values, count, width).to(dtype)).stable_rank

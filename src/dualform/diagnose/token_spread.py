@@ -21,7 +21,7 @@ TOLERANCE = 1e-3
 """`σ₁²` is known to this share of it."""
 ROUNDS = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 """After so many products it is looked whether that is reached."""
-PAIRED = 256
+PAIRED = 128
 """So many tokens of a sample are compared in pairs."""
 HELD = {"cpu": 1 << 22, "cuda": 1 << 26}
 """About so many numbers of tokens wait to be measured together: what caches of a processor hold, or
