@@ -19,7 +19,7 @@ from dualform.read.engine import ShardRange
 from dualform.read.scan import chunks
 from dualform.recording.bases import BookBases
 from dualform.recording.bookkeeping import NOISY
-from dualform.recording.directions import leading_directions
+from dualform.recording.directions import basis_by_factors, leading_directions
 from dualform.recording.entries import ACCOUNTED
 from dualform.recording.keep import Keep, summaries
 
@@ -252,6 +252,26 @@ def test_leading_directions_are_those_of_the_second_moment() -> None:
     inside = (vectors[:, -5:].T @ found).square().sum() / 5
     assert inside > 0.97
     assert torch.allclose(found.T @ found, torch.eye(5), atol=2e-2)
+
+
+@pytest.mark.parametrize("apart", [1.0, 1e-2, 1e-4, 1e-6, 1e-8, 1e-20, 0.0])
+def test_a_basis_by_factors_is_orthonormal_or_none(apart: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shared, own = torch.randn(2, 300, 40, generator=generator)
+    directions = shared[:, :1] + apart * own
+    directions[:, -1] = directions[:, 0] if apart < 1 else directions[:, -1]
+    found = basis_by_factors(directions / directions.norm(dim=0))
+    assert (found is None) == (apart < 1)
+    if found is not None:
+        torch.testing.assert_close(found.T @ found, torch.eye(40), atol=1e-5, rtol=0)
+        inside = found @ (found.T @ directions)
+        torch.testing.assert_close(inside, directions, atol=1e-4, rtol=1e-4)
+
+
+def test_a_basis_by_factors_of_what_is_no_number_is_none() -> None:
+    directions = torch.eye(5)
+    directions[2, 1] = float("nan")
+    assert basis_by_factors(directions) is None
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
