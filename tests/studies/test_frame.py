@@ -7,6 +7,7 @@ import json
 import math
 import os
 import struct
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import dualform
 from dualform.cli.studies import study
-from dualform.errors import EvaluationError, ReadingError
+from dualform.errors import EvaluationError, ReadingError, RecordingEndedWarning
 from dualform.studies.classifiers import Training, shuffled, train
 from dualform.studies.data import CIFAR_RECORD, DIGITS, Images, load_images
 from dualform.studies.estimate import Estimate, estimate
@@ -100,6 +101,13 @@ def test_parts_in_processes_are_those_of_one(tmp_path: Path) -> None:
     unmade = {name: partial(os._exit, 3) for name in parts}
     assert run_parts(tmp_path / "two", {}, unmade) == whole  # all of them were kept
     assert list(whole) == list("abc")
+
+
+def test_a_part_whose_recording_ends_is_no_result(tmp_path: Path) -> None:
+    part = partial(warnings.warn, "recording has ended: the disk is full", RecordingEndedWarning)
+    with pytest.raises(EvaluationError, match=r"'a', a part of the study, was not .*disk is full"):
+        run_parts(tmp_path, {}, {"a": part})
+    assert not (tmp_path / "parts" / "a.json").exists()
 
 
 def test_parts_with_other_settings_are_refused(tmp_path: Path) -> None:

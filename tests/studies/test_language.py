@@ -33,10 +33,10 @@ from dualform.studies.language.asking import (
 from dualform.studies.language.evidence import PlaceEvidence, RowEvidence, Updates
 from dualform.studies.language.explored import build_model
 from dualform.studies.language.matches import TrainingPlaces, itself
-from dualform.studies.language.measure import LanguageMeasurement
+from dualform.studies.language.measure import SUMMARIES, LanguageMeasurement
 from dualform.studies.language.models import RecurrentLanguageModel
 from dualform.studies.language.prompts import Prompts, draw_prompts
-from dualform.studies.language.tasks import SUMMARIES, LanguageData, load_task
+from dualform.studies.language.tasks import LanguageData, load_task
 from dualform.studies.language.training import train_language_model, window_loss
 from dualform.studies.report import NumberTable, Passage, Report, read_tables
 from dualform.studies.texts import (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, as_completed
 from functools import partial
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 
 from filelock import FileLock, Timeout
 
-from dualform.errors import EvaluationError
+from dualform.errors import EvaluationError, RecordingEndedWarning
 from dualform.evaluate.work_folder import check_settings, work_progress, write_whole
 from dualform.evaluate.workers import begin_worker
 
@@ -63,7 +64,15 @@ def run_parts(
 
 def _keep(name: str, make: Callable[[], Found], file: Path) -> None:
     try:
-        found = make()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "error", RecordingEndedWarning
+            )  # a run of some steps is no result
+            found = make()
+    except RecordingEndedWarning as ended:
+        raise EvaluationError(
+            f"{name!r}, a part of the study, was not recorded: {ended}"
+        ) from ended
     except Exception as error:
         error.add_note(f"This was {name!r}, a part of the study.")
         raise

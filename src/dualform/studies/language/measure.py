@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from dualform.read import Run, open_run
 from dualform.read.explain import Explanation, by_layer
 from dualform.read.scores import Array, Check
-from dualform.recording.keep import Keep
+from dualform.recording.keep import Keep, summaries
 from dualform.studies.balance import audited
 from dualform.studies.language.asking import explained, last_readings, network_questions
 from dualform.studies.language.evidence import (
@@ -30,7 +30,6 @@ from dualform.studies.language.evidence import (
 from dualform.studies.language.matches import TrainingPlaces, itself, mean_of, measured, overlap
 from dualform.studies.language.prompts import KINDS, Prompts, draw_prompts
 from dualform.studies.language.tasks import (
-    SUMMARIES,
     LanguageData,
     LanguageSetting,
     LanguageTask,
@@ -40,6 +39,8 @@ from dualform.studies.language.training import train_language_model, window_loss
 from dualform.studies.parts import Found
 from dualform.studies.texts import Windows, visible
 
+SUMMARIES = summaries(numbers="rows")
+"""Not rounded, so that they are those of the gradients to 1e-5."""
 NETWORK = "network"
 """What stands for the whole network among the layers."""
 KEYS, EXACT = "keys", "exact"

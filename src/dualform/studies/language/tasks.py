@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import ReadingError
-from dualform.recording.keep import Keep, summaries
+from dualform.recording.keep import Keep
 from dualform.studies.language.models import RecurrentLanguageModel, TransformerLanguageModel
 from dualform.studies.texts import LOADERS, Corpus, Windows
-
-SUMMARIES = summaries(numbers="rows")
-"""Rounded to 8 bits, summaries would not be those of the gradients to 1e-5."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ SETTINGS = {
     ),
     "paper": LanguageSetting(
         {
-            "fables": LanguageTask("fables", 1024, 64, keep=SUMMARIES, checkpoint=100),
+            "fables": LanguageTask("fables", 1024, 64, keep="summaries", checkpoint=100),
             "wikitext": LanguageTask(
                 "wikitext",
                 200,
@@ -158,11 +155,11 @@ SETTINGS = {
                 rate=3e-3,
                 decay=1e-7,
                 clip=0.3,
-                keep=SUMMARIES,
+                keep="summaries",
                 checkpoint=200,
             ),
             "shakespeare": LanguageTask(
-                "shakespeare", 128, blocks=4, eps=1e-6, keep=SUMMARIES, checkpoint=100
+                "shakespeare", 128, blocks=4, eps=1e-6, keep="summaries", checkpoint=100
             ),
         },
         prompts=20,
