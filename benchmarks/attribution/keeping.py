@@ -53,10 +53,15 @@ POLICIES: dict[str, Keep] = {
         "[0-3]": summaries(8, 64, offsets="steps"),
         "*": summaries(16, 128, offsets="steps"),
     },
+    "convolutions 8 × 48, others 16 × 128, offsets by step": {
+        "[0-3]": summaries(8, 48, offsets="steps"),
+        "*": summaries(16, 128, offsets="steps"),
+    },
 }
 ONLY = {
     "16 × 128, head 512 × 16": ("text",),
     "convolutions 8 × 64, others 16 × 128, offsets by step": ("cnn", "cnn-adamw"),
+    "convolutions 8 × 48, others 16 × 128, offsets by step": ("cnn", "cnn-adamw"),
 }
 """Policies that name layers are for the tasks that have them."""
 PARTS = ("entries", "offsets", "bases", "residuals", "changes", "divisors", "accounts", "weights")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from dualform.layers import expand, positions
 from dualform.ledger import Book, Codec, Records, Stream, Term
+from dualform.ledger.codecs import Exact
 from dualform.memory.blocks import from_matrix, matrix_shape
 from dualform.memory.forms import form_named
 from dualform.memory.shared import AnySides, SharedSides
+from dualform.memory.summary import Matrices
 from dualform.recording.accounts import Evidence, Feed
-from dualform.recording.keep import codec_for
+from dualform.recording.keep import AUTO, Summaries, codec_for
 from dualform.recording.pages import StreamRows
 from dualform.recording.plan import Plan
 
@@ -64,9 +67,21 @@ class Entries:
                 numbers = feed.opened.numbers
                 asked = [self.plan.keep[book] for book in feed.terms]
                 kind = codec_for([numbers] if numbers else asked)
+                free = all(isinstance(policy, Summaries) or policy == AUTO for policy in asked)
+                if free and not any(feed.stream.bases):
+                    kind = self._cheaper(kind, feed, recorded)
                 self.codecs[feed.stream.name] = kind.for_records(recorded[0])
                 for rows, records in zip(feed.pieces, recorded, strict=True):
                     self._encode(feed, rows, records)
+
+    def _cheaper(self, kind: type[Codec], feed: Feed, recorded: Sequence[Records]) -> type[Codec]:
+        """Records that are not in bases are rounded if that saves more than residuals take."""
+        rounded, exact = kind.for_records(recorded[0]), Exact.for_records(recorded[0])
+        widths = [math.prod(side.shape[1:]) for side in recorded[0]]
+        saved = exact.bytes_per_row(*widths) - rounded.bytes_per_row(*widths)
+        steps = len({step for rows in feed.pieces for step in rows.at.tolist()})
+        spent = steps * sum(4 * self.plan.book(book).size for book in feed.terms)
+        return kind if saved * sum(len(records.keys) for records in recorded) > spent else Exact
 
     def residual_arrays(self) -> dict[str, list[Tensor]]:
         """The residuals as arrays of a shard."""
@@ -138,13 +153,17 @@ def _total(
     """What some records add up to, in the shape of a book, in float64; `rows` are all of them."""
     keys, values = expand(stream, records.keys[own], records.values[own].double())
     assert values is not None
+    ones = torch.ones(len(values), dtype=torch.float64, device=values.device)
+    shape = matrix_shape(book.shape, term.view, term.groups)
+    form = form_named(term.form)
+    if form.has_sides and not keys.shape[1:].numel():  # a whole matrix for each sample
+        whole = Matrices(values.reshape(len(values), *stream.values)).total(ones, shape)
+        return from_matrix(whole, book.shape, term.view, term.groups)
     keys = keys.double() if keys.is_floating_point() else keys.long()
-    plain = form_named(term.form).rows(keys, values, term.groups, term.at)
+    plain = form.rows(keys, values, term.groups, term.at)
     sides: AnySides = plain
     if rows.shared is not None:
         uses = torch.arange(len(rows.counts)).repeat_interleave(rows.counts).to(own.device)[own]
         matrices = rows.shared.double().reshape(-1, *stream.shared)
         sides = SharedSides(plain, matrices, uses.repeat_interleave(positions(stream)))
-    ones = torch.ones(len(values), dtype=torch.float64, device=values.device)
-    shape = matrix_shape(book.shape, term.view, term.groups)
     return from_matrix(sides.total(ones, shape), book.shape, term.view, term.groups)

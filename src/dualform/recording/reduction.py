@@ -175,8 +175,8 @@ class Reducer:
         if bases.inputs is None:
             summaries = _placed(summaries, left, width)
         none, seen = summaries.new_empty(wide.samples, 0), Term("outer", term.view, term.groups)
-        numbers = ROWS if bases.is_whole else self.policy.numbers
-        return Reduced(book, seen, none, summaries, (wide.samples, 1), 1, 2, bases, numbers)
+        order, numbers = (wide.samples, 1), self.policy.numbers
+        return Reduced(book, seen, none, summaries, order, 1, 2, bases, numbers)
 
     def _lookup(
         self, book: str, term: Term, keys: Tensor, values: Tensor, order: Order, bases: Bases
