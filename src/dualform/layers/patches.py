@@ -96,16 +96,22 @@ def filter_gradients(stream: Stream, records: Tensor, errors: Tensor) -> Tensor:
     if fewer or "stuffing" in stream.layout or _is_pointwise(stream):
         return errors @ patches(stream, records)
     x = records.reshape(len(records), stream.keys[0], -1)
-    seen = _seen_by(stream, errors)
+    seen = errors_at_inputs(stream, errors)
     found = (seen @ x.mT).view(*errors.shape[:2], *stream.layout["kernel"], -1)
     found = found.flip(list(range(2, 2 + len(before))))  # offsets were counted from the last
     return found.movedim(-1, 2).flatten(2)
 
 
-def _seen_by(stream: Stream, errors: Tensor) -> Tensor:
+def errors_at_inputs(stream: Stream, errors: Tensor) -> Tensor:
     """(records, filters × kernel, inputs): the error at the patch that has an input at an offset.
 
     Offsets in a patch are counted from its last number.
+
+    >>> import torch
+    >>> layout = dict(kernel=[2], stride=[1], dilation=[1], groups=1, padding=[[0, 0]])
+    >>> line = Stream("conv", (1, 4), (1, 3), dict(kind="patches", **layout))
+    >>> errors_at_inputs(line, torch.tensor([[[1.0, 2.0, 3.0]]])).tolist()
+    [[[0.0, 1.0, 2.0, 3.0], [1.0, 2.0, 3.0, 0.0]]]
     """
     layout, before = stream.layout, stream.keys[1:]
     spread = errors.reshape(*errors.shape[:2], *stream.values[1:])

@@ -86,13 +86,17 @@ class Evidence:
         return self.active.any(1)
 
     def parts(self) -> list[AccountPart]:
-        """What the rows say of each book."""
-        return [
-            AccountPart(columns, rows.segments[:, 0], *probe_rows(feed.stream, term, rows, look))
-            for feed, rows in self.pieces
-            for book, term in feed.terms.items()
-            for look, columns in [self.looks[book]]
-        ]
+        """What the rows say of each book, at the steps at which it was probed."""
+        found = []
+        for feed, rows in self.pieces:
+            for book, term in feed.terms.items():
+                look, columns = self.looks[book]
+                probed = self.active[rows.segments[:, 0], columns.start]
+                some = rows if bool(probed.all()) else rows.keep(probed)
+                if len(some.counts):
+                    told = probe_rows(feed.stream, term, some, look)
+                    found.append(AccountPart(columns, some.segments[:, 0], *told))
+        return found
 
     @property
     def own_rounding(self) -> float:

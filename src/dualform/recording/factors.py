@@ -29,8 +29,10 @@ UNSCALED = 32.0
 class Tally:
     """The probes of some accounts: those of the gradients, u, and those of the rows, w."""
 
+    at: list[Tensor]
+    """For each account, the steps that touched it and probed it, of which u and w are."""
     u: list[Tensor]
-    """For each account (steps, numbers)."""
+    """For each account (its steps, numbers)."""
     w: list[Tensor]
     size: Tensor
     """(steps, accounts): how large the terms of w are."""
@@ -49,18 +51,21 @@ class Tally:
         said = iter(
             in_double([t for group in parts for part in group for t in (part.probe, part.size)])
         )
+        steps = [torch.nonzero(account.touched).flatten() for account in accounts]
         ws, sizes = [], []
-        for account, group in zip(accounts, parts, strict=True):
-            w, size = torch.zeros_like(account.u), account.u.new_zeros(len(account.u))
+        for account, group, own in zip(accounts, parts, steps, strict=True):
+            place = torch.zeros(len(account.u), dtype=torch.long)
+            place[own] = torch.arange(len(own))
+            w, size = torch.zeros_like(account.u[own]), account.u.new_zeros(len(account.u))
             for part in group:
-                w[:, part.columns].index_add_(0, part.at, next(said))
-                counts = account.active[part.at, part.columns.start]
-                size.index_add_(0, part.at, next(said) * counts)
-            ws.append(torch.where(account.active, w, 0.0) / line.of)
+                w[:, part.columns].index_add_(0, place[part.at], next(said))
+                size.index_add_(0, part.at, next(said))
+            ws.append(w / line.of)
             sizes.append(size / line.of)
         whole, *ws = line.total([torch.stack(sizes, 1), *ws])
         return cls(
-            [account.u for account in accounts],
+            steps,
+            [account.u[own] for account, own in zip(accounts, steps, strict=True)],
             ws,
             whole,
             torch.stack([account.touched for account in accounts], 1),
@@ -72,17 +77,24 @@ class Tally:
         """(steps, accounts) each: u·w, w·w and the length of u."""
         pairs = list(zip(self.u, self.w, strict=True))
         return (
-            torch.stack([(u * w).sum(1) for u, w in pairs], 1),
-            torch.stack([w.square().sum(1) for w in self.w], 1),
-            torch.stack([torch.linalg.vector_norm(u, dim=1) for u in self.u], 1),
+            self._by_step([(u * w).sum(1) for u, w in pairs]),
+            self._by_step([w.square().sum(1) for w in self.w]),
+            self._by_step([torch.linalg.vector_norm(u, dim=1) for u in self.u]),
         )
+
+    def _by_step(self, found: Sequence[Tensor]) -> Tensor:
+        """(steps, accounts): what was found at each account's own steps, 0 at others."""
+        whole = torch.zeros_like(self.size)
+        for account, (at, numbers) in enumerate(zip(self.at, found, strict=True)):
+            whole[at, account] = numbers
+        return whole
 
     def agrees(self, factor: Tensor) -> Tensor:
         """(steps, accounts): whether `u = κ w` to within rounding, with κ (steps, accounts)."""
-        each = zip(self.u, self.w, factor.unbind(1), strict=True)
-        gaps = [torch.linalg.vector_norm(u - k[:, None] * w, dim=1) for u, w, k in each]
+        each = zip(self.u, self.w, self.at, factor.unbind(1), strict=True)
+        gaps = [torch.linalg.vector_norm(u - k[at, None] * w, dim=1) for u, w, at, k in each]
         reach = self.size * factor.abs() + self.products[2]
-        return (torch.stack(gaps, 1) <= MISMATCH * self.rounding * reach) | ~self.touched
+        return (self._by_step(gaps) <= MISMATCH * self.rounding * reach) | ~self.touched
 
     def own_factor(self) -> Tensor:
         """(steps, accounts): the κ that fits each account best."""

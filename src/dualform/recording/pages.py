@@ -100,7 +100,8 @@ class HeldPage(Page):
 
     def put(self, x: Tensor, error: Tensor) -> None:
         """Holds a use of the layer."""
-        self.key_slots.append(_lean(x) if x.grad_fn is not None else x.clone())
+        loops_own = x.grad_fn is None and x.numel()
+        self.key_slots.append(x.clone() if loops_own else _lean(x))
         self.value_slots.append(_lean(error))
 
     def rows(self, chosen: list[int]) -> tuple[Tensor, Tensor]:
@@ -233,7 +234,8 @@ class StreamRows:
 
     def keep(self, segments: Tensor) -> StreamRows:
         """Only the segments where the mask is true."""
-        rows = segments.repeat_interleave(self.counts).to(self.keys.device)
+        chosen = segments.repeat_interleave(self.counts)
+        rows = torch.nonzero(chosen).flatten().to(self.keys.device)  # else a GPU is waited for
         shared = None if self.shared is None else self.shared[segments.to(self.shared.device)]
         table, counts = self.segments[segments], self.counts[segments]
         reach = None if self.reach is None else self.reach[segments.to(self.reach.device)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from dualform.ledger import Stream, Term
 from dualform.memory.summary import Bases
 from dualform.recording.bases import BookBases
-from dualform.recording.contraction import errors_along, summaries_of
+from dualform.recording.contraction import Products, errors_along, patch_products, summaries_of
 from dualform.recording.pages import Order
 
 ALIGNED, WIDE = 16, 4096
@@ -56,6 +56,8 @@ class Repeated(NamedTuple):
     V: Tensor | None
     together: tuple[int, int] = (1, 1)
     """How many errors, and how many inputs, the bases are for: see `aligned`."""
+    products: Products | None = None
+    """What makes both errors along U and summaries, of a convolution."""
 
     def records(
         self, keys: Tensor, values: Tensor, order: Order, bases: BookBases
@@ -66,8 +68,11 @@ class Repeated(NamedTuple):
             return None
         if keys.dtype != values.dtype or book in bases.stale or bases.found[book] is not like.bases:
             return None
-        errors = errors_along(self.stream, values, self.U, order[0], self.together[0])
-        summaries = summaries_of(self.stream, keys, errors, self.V, self.together[1])
+        if self.products is not None:
+            errors, summaries = self.products(keys, values)
+        else:
+            errors = errors_along(self.stream, values, self.U, order[0], self.together[0])
+            summaries = summaries_of(self.stream, keys, errors, self.V, self.together[1])
         offsets = [offset._replace(values=errors.sum(1)[..., None]) for offset in self.offsets]
         return [like._replace(values=summaries), *offsets]
 
@@ -106,7 +111,8 @@ def repeated(
     shape = (keys.shape, values.shape, values.dtype, order)
     like = part._replace(values=part.values[:0])
     along = tuple([other._replace(values=other.values[:0], reach=None) for other in offsets])
-    return Repeated(shape, like, along, stream, U, V, (errors, inputs))
+    products = patch_products(stream, keys, values, U, V, samples)
+    return Repeated(shape, like, along, stream, U, V, (errors, inputs), products)
 
 
 def aligned(basis: Tensor, rows: int) -> tuple[Tensor, int]:
