@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import torch
@@ -14,9 +15,9 @@ import torch
 Item = TypeVar("Item")
 
 NICENESS = 5
-"""By how much the thread steps back. Where training computes on all cores and waits for the slowest,
-each moment that the thread takes of a core is lost on the others too. It gets a third of a core that
-another thread wants, so that training does not wait long where it holds the interpreter.
+"""By how much the thread steps back. Where training computes on all cores and waits for the last,
+each moment that the thread takes of a core is lost on the others too. It still gets a third of what
+a thread of training gets, so that these do not wait long where it holds the interpreter.
 """
 
 
@@ -37,7 +38,8 @@ def step_back() -> None:
     """Lets the threads of training go first; on Linux, where a thread has a priority of its own."""
     if sys.platform == "linux":
         me = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + NICENESS)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, me, os.getpriority(os.PRIO_PROCESS, me) + NICENESS)
 
 
 class Background(Generic[Item]):

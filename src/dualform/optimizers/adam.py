@@ -142,7 +142,9 @@ class AdamRule(AdamLike):
         )
         scales = gradients.new_tensor(seconds).sqrt_()
         eps = (gradients.new_tensor([h["eps"] for h in hypers]) * scales)[:, None]
-        inverse = squares.sqrt_().flatten(1).add_(eps).reciprocal_().view(gradients.shape)
+        inverse = (
+            squares.sqrt_().reshape(len(squares), -1).add_(eps).reciprocal_().view(gradients.shape)
+        )
         far = [h["lr"] / first for h, first in zip(hypers, firsts, strict=True)]
         rates, decays = [h["beta1"] for h in hypers], [kinds[id(h)].kept for h in hypers]
         sizes = gradients.new_tensor(far) * scales

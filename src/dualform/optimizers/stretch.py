@@ -91,7 +91,7 @@ def running_means(before: Tensor, each: Tensor, rates: tuple[float, ...]) -> Ten
     left, taken = products(rates), 1 - torch.tensor(rates, dtype=torch.float64)
     weights = (left[1:] * taken[:, None]).T.to(each.device)
     begun = left[0, :, None].to(each.device) * before.reshape(1, -1)
-    return begun.addmm_(weights, each.flatten(1)).view(each.shape)
+    return begun.addmm_(weights, each.reshape(len(each), -1)).view(each.shape)
 
 
 def descended(
@@ -109,7 +109,7 @@ def descended(
     later = products(tuple(kept))[1:, -1]  # what the decay after each step leaves of it
     far = left * (-sizes.cpu() * later)
     far[1:] *= taken[:, None]
-    found = (far.to(device) @ inverse.flatten(1)).view(-1, *shape)
+    found = (far.to(device) @ inverse.reshape(len(inverse), -1)).view(-1, *shape)
     on_b = (taken * left[1:, -1]).to(device)
     whole = float(products(tuple(kept))[0, -1])
     return Stretch(whole, found[0], found[1:], float(left[0, -1]), on_b)
