@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests.recording.distributed_loops import BATCH, LOOPS, own_passes, run_pass, start
+from tests.recording.distributed_loops import BATCH, LOOPS, own_passes, run_pass, start, whole_state
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -112,7 +112,13 @@ def to_the_end(rank: int, of: int, folder: Path) -> None:
 
 
 def trained(
-    rank: int, of: int, path: Path | None, full: int = -1, left: int = -1, saved: int = -1
+    rank: int,
+    of: int,
+    path: Path | None,
+    full: int = -1,
+    left: int = -1,
+    saved: int = -1,
+    sharded: bool = False,
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The weights after six steps, and what warnings said.
 
@@ -121,8 +127,8 @@ def trained(
     """
     loop = LOOPS[NAME]
     model, data = start(loop), loop.inputs().double()
+    called = fully_shard(model) if sharded else DistributedDataParallel(model)
     optimizer = loop.optimizer(model.parameters(), lr=loop.lr)
-    called = DistributedDataParallel(model)
     recording = None if path is None else dualform.record(called, optimizer, path)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -147,7 +153,7 @@ def trained(
             recording.__exit__(None, None, None)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     ended = [str(each.message) for each in told if each.category is RecordingEndedWarning]
-    return dict(model.state_dict()), ended
+    return whole_state(model), ended
 
 
 def fail_save_and_leave(rank: int, of: int, folder: Path) -> None:
@@ -162,6 +168,9 @@ def fail_save_and_leave(rank: int, of: int, folder: Path) -> None:
     assert len(ended) == 1, ended
     said = "File too large" if rank == 1 else "process"
     assert said in ended[0], ended
+    weights, ended = trained(rank, of, folder / "full, in parts", full=1, sharded=True)
+    check(weights)
+    assert len(ended) == 1, ended
     weights, ended = trained(rank, of, folder / "saved", saved=4)
     check(weights)
     assert not ended

@@ -64,9 +64,9 @@ class Line:
         """The largest of all processes, element by element."""
         return self._joined(own, torch.Tensor.amax)
 
-    def any(self, own: Sequence[bool]) -> list[bool]:
-        """Which of these hold in some process."""
-        return [any(found) for found in zip(*self.numbers([*map(int, own)]), strict=True)]
+    def any(self, own: Sequence[bool], wait: float | None = None) -> list[bool]:
+        """Which of these hold in some process; raises after `wait` seconds without an answer."""
+        return [any(found) for found in zip(*self.numbers([*map(int, own)], wait), strict=True)]
 
     def gather(self, own: Tensor) -> list[Tensor] | None:
         """In process 0, the tensors of all processes, which have one size; None in others."""

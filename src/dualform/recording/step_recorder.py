@@ -136,6 +136,8 @@ class StepRecorder:
         """
         if self._may_nest and is_nested(optimizer):
             return False
+        if self.stages.schedule.due and self._has_parts and not self.stages.meeting.is_over:
+            self._agree()  # that all are there, who tell each other which parts have changed
         if due := self.stages.schedule.due:  # held back until what came after the step is known
             self.stages.watch.collect()
             self._book_late_changes()
@@ -239,7 +241,7 @@ class StepRecorder:
         (step, then), now = self._marked, self.stages.observer.excerpts.take()
         changed = bool(differing([then], [now])) if step == self.step else True
         if self._has_parts:
-            (changed,) = self.stages.meeting.line.any([changed])
+            (changed,) = self.stages.meeting.line.any([changed], PATIENCE)
         if not changed:
             return  # saving has marked it already
         self.stages.watch.collect()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dualform.recording.excerpts import Excerpts, differing
+from dualform.recording.meeting import PATIENCE
 from dualform.recording.messages import WeightSpan
 from dualform.recording.plan import Plan
 from dualform.recording.processes import Line
@@ -74,7 +75,7 @@ class StepCopies:
         found = self.changes(list(self._last))
         flags = [change.any() for change in found.values()]
         moved = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
-        moved = line.any(moved)
+        moved = line.any(moved, PATIENCE)
         return {name: found[name] for name, is_moved in zip(found, moved, strict=True) if is_moved}
 
 
