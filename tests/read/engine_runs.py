@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor, nn
 
 from dualform.ledger.codecs import CODECS
 from dualform.read import Run
+from dualform.read.engine import BlockSum, Serial, ShardRange
 from dualform.recording.recorder import Recorder
 
 KINDS = ["SGD, Nesterov", "AdamW, amsgrad", "Lion", "Muon", "Shampoo", "SOAP"]
@@ -38,6 +42,25 @@ class Small(nn.Module):
         seen = self.table(x).tanh()
         seen = self.conv(seen.reshape(-1, 2, 3)).flatten(1)
         return self.mix(self.mix(seen).tanh())[:, :3]
+
+
+class InPieces(Serial):
+    """Cuts sums over blocks, and sends each piece and what it gives."""
+
+    def __init__(self, pieces: int = 3) -> None:
+        self._pieces = pieces
+        self.cut: list[tuple[type, int]] = []
+        """What was cut, and in how many pieces."""
+
+    def sum_blocks(self, asked: BlockSum[Any], shards: Sequence[ShardRange]) -> Any:
+        pieces = asked.cut(self._pieces)
+        self.cut.append((type(asked), len(pieces)))
+        found = [sent(sent(piece).total(sent(list(shards)))) for piece in pieces]
+        return reduce(asked.merge, found)
+
+
+def sent(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
 
 
 Made = tuple[Path, nn.Module, Tensor]

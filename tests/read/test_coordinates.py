@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.read.engine_runs import InPieces
 from torch import Tensor, nn
 
 import dualform
+from dualform.read.engine import Engine
 from dualform.read.samples_matrix import basis_lines, coordinates, matrix, optimizer_metric
+from dualform.read.samples_matrix.block_sums import BasisGrams
 from dualform.read.samples_matrix.cost import Work
 
 SAMPLES, BATCH, STEPS = 40, 30, 12
@@ -49,8 +52,11 @@ def record(
     return data, net
 
 
-def influence(path: Path, net: nn.Module, data: Tensor) -> NDArray[np.float64]:
-    return dualform.open(path).influence(net, data[:3], lambda out: out.flatten(1).sum(1)).values
+def influence(
+    path: Path, net: nn.Module, data: Tensor, engine: Engine | None = None
+) -> NDArray[np.float64]:
+    run = dualform.open(path, engine=engine)
+    return run.influence(net, data[:3], lambda out: out.flatten(1).sum(1)).values
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -69,6 +75,9 @@ def test_coordinates_give_what_the_whole_matrix_gives(
         for by_rows in (True, False):
             patched.setattr(Work, "row_by_row", lambda *_, by_rows=by_rows, **__: by_rows)
             found.append(influence(tmp_path / "run", net, data))
+        engine = InPieces()
+        found.append(influence(tmp_path / "run", net, data, engine))
+        assert (BasisGrams, 3) in engine.cut
     monkeypatch.setattr(optimizer_metric, "has_coordinates", lambda ledger, book: False)
     whole = influence(tmp_path / "run", net, data)
     for one in found:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.cases.optimizers import OPTIMIZERS
+from tests.read.engine_runs import InPieces
 from tests.read.known_run import Known
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from dualform.read import explain
 from dualform.read.grouping import BySample, ByStep
 from dualform.read.samples_matrix import folds, grams, matrix
 from dualform.read.samples_matrix import optimizer_metric as natural
+from dualform.read.samples_matrix.block_sums import LineGrams, Products
 from dualform.read.samples_matrix.cost import Cost, Work, work_of
 from dualform.read.samples_matrix.matrix import SamplesMatrix, times
 from dualform.read.samples_matrix.visits import Visits
@@ -58,6 +60,27 @@ def with_little_memory(monkeypatch: pytest.MonkeyPatch, columns: int = 300, line
 
 def total(output: Tensor) -> Tensor:
     return output.square().sum()
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+@pytest.mark.parametrize("optimizer", ["SGD, groups", "AdamW, amsgrad"])
+def test_influence_in_pieces_that_are_sent(
+    optimizer: str,
+    by_rows: bool,
+    known: Callable[[str], Known],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each makes the blocks of some samples."""
+    made, engine = known(optimizer), InPieces()
+    monkeypatch.setattr(Work, "row_by_row", lambda *_, **__: by_rows)
+    for method in METHODS:
+        expected = made.influence(method)
+        with monkeypatch.context() as patched:
+            with_little_memory(patched)
+            run = dualform.open(made.run.path, engine=engine)
+            assert_close(run.influence(made.model, made.x[:3], 1, method=method).values, expected)
+    assert {pieces for _, pieces in engine.cut} == {3}
+    assert {kind for kind, _ in engine.cut} == {LineGrams, Products}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -16,15 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tests.read.engine_runs import STEPS, Made, answers, offered, recorded
+from tests.read.engine_runs import SAMPLES, STEPS, Made, answers, offered, recorded
 
 import dualform
 from dualform.cli import cli
 from dualform.errors import ClusterError, CorruptError, ReadingError
 from dualform.ledger import Ledger
-from dualform.read.engine import Engine, Fold, Ray, ShardRange, Threads
+from dualform.read.engine import BlockSum, Engine, Fold, Ray, ShardRange, Threads
+from dualform.read.engine.cluster import PIECES
 from dualform.read.engine.remote import check_version
 from dualform.read.progress import watched
+from dualform.read.samples_matrix import matrix
 from dualform.read.timeline import EpochSamples
 
 ray = pytest.importorskip("ray", reason="it needs the extra 'ray'")
@@ -96,6 +98,30 @@ def test_every_read_gives_the_bits_of_this_process(engine: Ray, made: Made) -> N
         assert np.array_equal(
             asked(engine, made, read), asked(Threads(1, part_bytes=1), made, read)
         ), read
+
+
+class Pieces(Ray):
+    """Notes in how many pieces sums over blocks were cut."""
+
+    def __init__(self) -> None:
+        super().__init__(part_bytes=1)
+        self.cut: list[int] = []
+
+    def sum_blocks(self, asked: Any, shards: Any) -> Any:
+        self.cut.append(len(asked.cut(PIECES)))
+        return super().sum_blocks(asked, shards)
+
+
+@pytest.mark.parametrize("read", ["influence", "fisher", "tracin"])
+def test_lines_of_many_samples_are_added_up_on_the_cluster(
+    engine: Ray, made: Made, read: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each task makes the blocks of some samples; sums round otherwise than one."""
+    expected, pieces = asked(Threads(1), made, read), Pieces()
+    monkeypatch.setattr(matrix, "COLUMN_BYTES", 1)
+    found = asked(pieces, made, read)
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    assert set(pieces.cut) == {SAMPLES}
 
 
 def test_what_is_replayed_has_the_same_bits(engine: Ray, tmp_path: Path) -> None:
@@ -273,6 +299,31 @@ def test_an_error_names_its_shard(engine: Ray, made: Made) -> None:
         expected = f"the shard '{path}' could not be read on the node '.*': ZeroDivisionError: a n"
         with pytest.raises(ClusterError, match=expected):
             engine.reduce(Steps(fails=step), shards)
+
+
+@dataclass(frozen=True)
+class Failing(BlockSum[int]):
+    """Fails in one of its pieces."""
+
+    number: int = 0
+
+    def cut(self, pieces: int) -> list[Failing]:
+        return [Failing(number) for number in range(4)]
+
+    def total(self, shards: Sequence[ShardRange]) -> int:
+        return 12 // (self.number - 2)
+
+    def merge(self, one: int, other: int) -> int:
+        return one + other
+
+
+def test_an_error_in_a_piece_names_its_shards(engine: Ray, made: Made) -> None:
+    """Each reads all of them."""
+    shards = shards_of(made)
+    first, last = shards[0].shard.path, shards[-1].shard.path
+    expected = f"the shards from '{first}' to '{last}' could not be put .* ZeroDivisionError: "
+    with pytest.raises(ClusterError, match=expected):
+        engine.sum_blocks(Failing(), shards)
 
 
 def test_a_damaged_shard_is_the_error_it_is_here(engine: Ray, tmp_path: Path) -> None:

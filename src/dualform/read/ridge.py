@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from dualform.errors import ReadingError
 from dualform.ledger import Book
 from dualform.read.free_memory import free_memory
 from dualform.read.samples_matrix.basis_lines import BasisLines
+from dualform.read.samples_matrix.block_sums import BasisGrams
 from dualform.read.samples_matrix.columns import Columns, longest
 from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.grams import bands, line_grams
@@ -243,7 +245,9 @@ class Lines:
         parts = None if matrix.is_large(book) else list(matrix.columns([book]))
         lines = self._in_bases.get(book.name) or BasisLines.of(own)
         if not lines.nbytes:
-            for columns in matrix.blocks([whole]) if parts is None else parts:
+            if parts is None:
+                lines = matrix.sum_blocks([whole], partial(BasisGrams, own=own))
+            for columns in parts or ():
                 lines.add(columns)
             if self._bytes + lines.nbytes <= KEPT_BYTES:
                 self._in_bases[book.name], self._bytes = lines, self._bytes + lines.nbytes

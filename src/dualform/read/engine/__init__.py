@@ -2,7 +2,7 @@
 
 from dualform.read.engine.cluster import Ray
 from dualform.read.engine.devices import device_named
-from dualform.read.engine.interface import BlockFold, Engine, Fold, Part, Scratch
+from dualform.read.engine.interface import BlockFold, BlockSum, Engine, Fold, Part, Scratch
 from dualform.read.engine.names import engine, engine_of
 from dualform.read.engine.read_ahead import ReadAhead
 from dualform.read.engine.reader import RowReader
@@ -12,6 +12,7 @@ from dualform.read.engine.threads import Threads
 
 __all__ = [
     "BlockFold",
+    "BlockSum",
     "Engine",
     "Fold",
     "Part",

@@ -13,20 +13,22 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 
 from dualform.errors import ClusterError, DualformError, ReadingError
-from dualform.read.engine.interface import Block, BlockFold, Engine, Fold, Partial
+from dualform.read.engine.interface import Block, BlockFold, BlockSum, Engine, Fold, Partial
 from dualform.read.engine.parts import PART_BYTES, in_parts
-from dualform.read.engine.remote import fold_part, merge_partials
+from dualform.read.engine.remote import Pieces, fold_part, merge_partials, sum_piece
 from dualform.read.engine.serial import Serial, fold_progress, steps_read
 from dualform.read.engine.shards import ShardRange
 from dualform.read.progress import LateProgress
 from dualform.version import __version__
 
+PIECES = 16
+"""In how many pieces a sum over blocks is cut at most: each reads all shards."""
 RETRIES = 3
 """How often a part is begun again whose process or node died."""
 TOGETHER = 8
@@ -66,6 +68,7 @@ class Ray(Engine):
         self._cpus, self._part_bytes = cpus, part_bytes
         task = {"num_cpus": cpus, "max_retries": RETRIES}
         self._fold = self._ray.remote(num_returns=2, **task)(fold_part)
+        self._sum = self._ray.remote(num_returns=2, **task)(sum_piece)
         self._merge = self._ray.remote(**task)(merge_partials)
 
     @property
@@ -77,11 +80,7 @@ class Ray(Engine):
         self, fold: Fold[Partial], shards: Sequence[ShardRange], onto: Partial | None = None
     ) -> Partial:
         """The result of all shards."""
-        if torch.device(fold.device).type != "cpu":
-            raise ReadingError(
-                f"engine='ray' computes on processors, and device='{fold.device}' was given: open "
-                "the run without a device, or with engine='threads'."
-            )
+        self._require_processors(fold.device)
         parts = in_parts(fold, shards, self._part_bytes)
         if len(parts) < 2:
             return Serial().reduce(fold, shards, onto)
@@ -91,8 +90,27 @@ class Ray(Engine):
     def reduce_blocks(
         self, fold: BlockFold[Block], shards: Sequence[ShardRange]
     ) -> Iterator[Block]:
-        """Made by this process: to send blocks takes longer than to make them."""
+        """Made by this process: to send blocks takes longer than to make them. See `sum_blocks`."""
         return fold.blocks(shards)
+
+    def _require_processors(self, device: torch.device | str) -> None:
+        if torch.device(device).type != "cpu":
+            raise ReadingError(
+                f"engine='ray' computes on processors, and device='{device}' was given: open "
+                "the run without a device, or with engine='threads'."
+            )
+
+    def sum_blocks(self, asked: BlockSum[Partial], shards: Sequence[ShardRange]) -> Partial:
+        """In pieces, each of which makes its own blocks; they round otherwise than one sum does."""
+        self._require_processors(asked.device)
+        count = sum(shard.nbytes for shard in shards) // max(1, self._part_bytes)
+        pieces = asked.cut(min(PIECES, max(1, count)))
+        if len(pieces) < 2:
+            return asked.total(shards)
+        works = [_Work((number,), shards, 1) for number in range(len(pieces))]
+        with LateProgress("samples", len(works)) as progress:
+            merged: Partial = self._done(self._sum, (Pieces(pieces), shards), works, 2, progress)
+            return merged
 
     def _reduced(
         self,
@@ -100,35 +118,51 @@ class Ray(Engine):
         shards: Sequence[ShardRange],
         parts: Sequence[Sequence[ShardRange]],
     ) -> Partial:
-        """The result of the parts; progress is told part by part, by this thread.
+        """The result of the parts."""
+        together = TOGETHER if fold.partial_bytes <= SMALL_BYTES else 2
+        between = pairwise([0, *accumulate(map(len, parts))])
+        works = [
+            _Work(some, part, steps_read(fold, part))
+            for some, part in zip(between, parts, strict=True)
+        ]
+        with fold_progress(fold, shards) as progress:
+            merged: Partial = self._done(self._fold, (fold, shards), works, together, progress)
+            return merged
 
-        Whoever watches may cancel: then no other part begins, and those that have begun are not
+    def _done(
+        self,
+        begin: Any,
+        question: tuple[Any, Sequence[ShardRange]],
+        works: Sequence[_Work],
+        together: int,
+        progress: LateProgress,
+    ) -> Any:
+        """What some works give, merged; progress is told work by work, by this thread.
+
+        Whoever watches may cancel: then no other work begins, and those that have begun are not
         waited for. They are not cancelled, since `ray.cancel` ends the process that asks if a task
         comes to its end at the same moment (Ray 2.60).
         """
-        sent = [self._ray.put((fold, list(shards)))]  # in a list: see `fold_part`
-        together = TOGETHER if fold.partial_bytes <= SMALL_BYTES else 2
-        tree = _Tree(len(parts), together, lambda group: self._merge.remote(sent, *group))
-        queue = _Queue(len(parts), self._slots())
-        begins = [0, *accumulate(map(len, parts))]
+        asked, shards = question
+        sent = [self._ray.put((asked, list(shards)))]  # in a list: see `fold_part`
+        tree = _Tree(len(works), together, lambda group: self._merge.remote(sent, *group))
+        queue = _Queue(len(works), self._slots())
         running: dict[Any, tuple[int, str, Any]] = {}
-        with fold_progress(fold, shards) as progress:
-            while running or queue.waiting:
-                for number, node in queue.begin():
-                    task = self._fold.options(scheduling_strategy=self._on(node))
-                    between = begins[number : number + 2]
-                    news, partial = task.remote(sent, *between, self._cpus, __version__)
-                    running[news] = (number, node, partial)
-                for news in self._ended([*running], progress):
-                    number, node, partial = running.pop(news)
-                    self._get(news, parts[number])
-                    tree.add(number, partial)
-                    queue.end(node)
-                    progress.advance(steps_read(fold, parts[number]))
-            while not self._ended([tree.root], progress):
-                pass
-            merged: Partial = self._get(tree.root, shards)
-            return merged
+        while running or queue.waiting:
+            for number, node in queue.begin():
+                task = begin.options(scheduling_strategy=self._on(node))
+                given = (*works[number].given, self._cpus, __version__)
+                news, partial = task.remote(sent, *given)
+                running[news] = (number, node, partial)
+            for news in self._ended([*running], progress):
+                number, node, partial = running.pop(news)
+                self._get(news, works[number].shards)
+                tree.add(number, partial)
+                queue.end(node)
+                progress.advance(works[number].size)
+        while not self._ended([tree.root], progress):
+            pass
+        return self._get(tree.root, shards)
 
     def _ended(self, tasks: list[Any], progress: LateProgress) -> list[Any]:
         """The tasks that have ended after a while; whoever watches may cancel."""
@@ -167,6 +201,14 @@ class Ray(Engine):
                 f"{len(nodes)} nodes have {', '.join(f'{own:g}' for own in processors.values())}."
             )
         return slots
+
+
+class _Work(NamedTuple):
+    """What a task is given, the shards that it is about, and how much of the progress it is."""
+
+    given: tuple[int, ...]
+    shards: Sequence[ShardRange]
+    size: float
 
 
 class _Queue:

@@ -96,12 +96,37 @@ class BlockFold(ABC, Generic[Block]):
         """A block of two partitions of shards; may reuse the memory of the first."""
 
 
+class BlockSum(ABC, Generic[Partial]):
+    """What the blocks of a question add up to, as plain data: so that no block need be sent.
+
+    It is cut otherwise than by shards: each piece reads whatever it needs of all of them. Pieces
+    add up to the whole, up to rounding.
+    """
+
+    @property
+    def device(self) -> torch.device | str:
+        """Where it is computed."""
+        return "cpu"
+
+    @abstractmethod
+    def cut(self, pieces: int) -> Sequence[BlockSum[Partial]]:
+        """The same in so many pieces at most."""
+
+    @abstractmethod
+    def total(self, shards: Sequence[ShardRange]) -> Partial:
+        """What its blocks add up to."""
+
+    @abstractmethod
+    def merge(self, one: Partial, other: Partial) -> Partial:
+        """The sum of two pieces, which are neighbors."""
+
+
 class Engine(ABC):
     """Who folds: it decides how shards are partitioned and where each part is folded."""
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as this process it folds; blocks are made by this process."""
+        """How many times as fast as this process it folds."""
         return 1.0
 
     @abstractmethod
@@ -115,6 +140,10 @@ class Engine(ABC):
         self, fold: BlockFold[Block], shards: Sequence[ShardRange]
     ) -> Iterator[Block]:
         """The blocks of all shards, in order."""
+
+    def sum_blocks(self, asked: BlockSum[Partial], shards: Sequence[ShardRange]) -> Partial:
+        """What the blocks of a question add up to; by this process, unless an engine knows more."""
+        return asked.total(shards)
 
 
 class Scratch:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dualform.ledger import Ledger
-from dualform.read.engine.interface import Block, BlockFold, Engine, Fold, Partial
+from dualform.read.engine.interface import Block, BlockFold, BlockSum, Engine, Fold, Partial
 from dualform.read.engine.shards import ShardRange
 from dualform.read.engine.threads import Threads
 
@@ -36,6 +36,10 @@ class RowReader:
     def reduce_blocks(self, fold: BlockFold[Block], last: int) -> Iterator[Block]:
         """The blocks of a fold over the steps up to `last`."""
         return self.engine.reduce_blocks(fold, ShardRange.of(self.ledger, 1, last))
+
+    def sum_blocks(self, asked: BlockSum[Partial], last: int) -> Partial:
+        """What the blocks of a question add up to, over the steps up to `last`."""
+        return self.engine.sum_blocks(asked, ShardRange.of(self.ledger, 1, last))
 
     def shards(self, fold: Fold[Partial], last: int, first: int = 1) -> list[ShardRange]:
         """The shards between two steps that a fold has something to read in."""

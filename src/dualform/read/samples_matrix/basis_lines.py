@@ -9,7 +9,7 @@ into one question to S.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -71,6 +71,12 @@ class BasisLines:
         for some in self._batches(len(S) * self.side):
             lines = self.own.lines(S, some)
             self._grams[some].baddbmm_(lines.mT, lines)
+
+    def merged(self, other: BasisLines) -> BasisLines:
+        """Those of the samples of both."""
+        if self._grams is None or other._grams is None:
+            return self if other._grams is None else other
+        return replace(self, _grams=self._grams + other._grams)
 
     def solved(self, asked: Tensor, damping: float, samples: int) -> tuple[Tensor, float, float]:
         """What is asked of each line, (queries, lines, side), as `(1 + CᵀC/λ)⁻¹` makes it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from dualform.ledger import Book, Term
 from dualform.memory.blocks import as_matrix, from_matrix, keeps_order, matrix_shape
 from dualform.memory.views import Region
+
+Key: TypeAlias = tuple[str, int, int]
+"""What tells parts of books apart: the book, and where its matrix begins."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Columns:
         return math.prod(self.region.shape)
 
     @property
-    def key(self) -> tuple[str, int, int]:
+    def key(self) -> Key:
         """What tells parts of books apart."""
         return self.book.name, self.region.rows.start, self.region.columns.start
 

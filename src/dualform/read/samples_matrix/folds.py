@@ -40,6 +40,8 @@ class GroupedRows(BlockFold[Columns]):
     """Where visits lie in the shards, and memory to read them into."""
     coordinates: Mapping[str, Coordinates] = field(default_factory=dict)
     """What some books are in, by name."""
+    between: tuple[int, int] | None = None
+    """From which group to which; by default all."""
 
     def blocks(self, shards: Sequence[ShardRange]) -> Iterator[Columns]:
         """Part by part; some groups at a time."""
@@ -80,16 +82,17 @@ class GroupedRows(BlockFold[Columns]):
         room: Sequence[int],
     ) -> Iterator[Columns]:
         """Some parts, block by block; the visits of a stream are read once for all blocks."""
-        streams, count = list(parts[0].book.terms), self.grouping.count
+        streams = list(parts[0].book.terms)
+        first, last = self.between or (0, self.grouping.count)
         memory = self._memory([((size,), torch.uint8) for size in room])
         with ExitStack() as opened:
             ordered: dict[str, InOrder] = {}
-            for begin in range(0, count, each):
-                filled = cut(buffer, parts, slice(begin, min(begin + each, count)))
+            for begin in range(first, last, each):
+                filled = cut(buffer, parts, slice(begin, min(begin + each, last)))
                 for stream, own in zip(streams, memory, strict=True):
                     receivers = [self._receiver(part, stream) for part in filled]
                     if stream not in ordered:
-                        found = InOrder(visits[stream], self.grouping, receivers, own)
+                        found = InOrder(visits[stream], self.grouping, receivers, own, self.between)
                         ordered[stream] = opened.enter_context(found)
                     add_visits(ordered[stream], receivers, begin)
                     add_turned(filled, receivers)

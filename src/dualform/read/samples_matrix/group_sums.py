@@ -74,10 +74,16 @@ class InOrder:
     Args:
         receivers: visits that count for none of them are not read.
         room: memory to read into; see `Visits.room_for`.
+        between: from which group to which; by default all.
     """
 
     def __init__(
-        self, visits: Visits, grouping: Grouping, receivers: Sequence[Receiver], room: Tensor
+        self,
+        visits: Visits,
+        grouping: Grouping,
+        receivers: Sequence[Receiver],
+        room: Tensor,
+        between: tuple[int, int] | None = None,
     ) -> None:
         self.visits, self._grouping, self._room = visits, grouping, room
         with_keys = any(form_named(r.term.form).needs_keys for r in receivers)
@@ -89,6 +95,8 @@ class InOrder:
             weights = _weights(receivers, visits, chosen).values()
             counted = torch.stack([some != 0 for some in weights]).any(0)
             groups = grouping.of(steps, samples, torch.zeros_like(steps))  # of their first rows
+            if between is not None:
+                counted &= (groups >= between[0]) & (groups < between[1])
             packed = ((groups << self._bits) | chosen)[counted]
             found[count : count + len(packed)] = packed
             count += len(packed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Protocol
 
@@ -21,8 +21,10 @@ from dualform.memory.views import Region
 from dualform.optimizers import Number, Operator
 from dualform.read.coefficients import Accounting, Span, StepOperators
 from dualform.read.engine import Scratch, ShardRange
+from dualform.read.engine.interface import Partial
 from dualform.read.grouping import Grouping
 from dualform.read.questions import seen_as
+from dualform.read.samples_matrix.block_sums import Make, Products, by_group
 from dualform.read.samples_matrix.columns import Columns, shape_of
 from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.folds import (
@@ -105,16 +107,20 @@ class SamplesMatrix:
     ) -> Iterator[Columns]:
         """Parts of parameters with so many groups at a time, from rows with a number each."""
         accounting = self._accounting
-        fold = GroupedRows(
+        return accounting.reader.reduce_blocks(self._fold(plan, weights), accounting.until)
+
+    def _fold(
+        self, plan: Sequence[tuple[Sequence[Columns], int]], weights: VisitWeights
+    ) -> GroupedRows:
+        return GroupedRows(
             plan,
             self._streams,
             self._grouping,
             weights,
-            accounting.device,
+            self._accounting.device,
             self._scratch,
             self.coordinates,
         )
-        return accounting.reader.reduce_blocks(fold, accounting.until)
 
     @cached_property
     def _streams(self) -> tuple[Stream, ...]:
@@ -159,8 +165,13 @@ class SamplesMatrix:
             regions = [Region(*(pair if height <= width else pair[::-1])) for pair in pairs]
         return [Columns(book, term, region, torch.empty(0)) for region in regions]
 
-    def blocks(self, parts: Sequence[Columns]) -> Iterator[Columns]:
-        """Parts of parameters, some groups at a time; each is valid until the next.
+    def sum_blocks(self, parts: Sequence[Columns], make: Make[Partial]) -> Partial:
+        """What the blocks of some parts add up to, wherever they are made."""
+        accounting = self._accounting
+        return accounting.reader.sum_blocks(make(self.blocks(parts)), accounting.until)
+
+    def blocks(self, parts: Sequence[Columns]) -> GroupedRows:
+        """A fold that gives parts of parameters, some groups at a time.
 
         Rows are read once for all parts that are made of the same streams, in the order of groups.
         They must have a number each: see `is_large`.
@@ -173,7 +184,7 @@ class SamplesMatrix:
         for same in by_streams.values():
             width = sum(part.width for part in same)
             plan.append((same, min(self.groups, self._together(4 * width))))
-        return self._grouped(plan, self._weights)
+        return self._fold(plan, self._weights)
 
     def _together(self, nbytes: int) -> int:
         """How many groups a block has, where each takes so many bytes."""
@@ -181,13 +192,6 @@ class SamplesMatrix:
         if torch.device(self._accounting.device).type != "cpu":  # where each call costs
             return most
         return min(most, max(BLOCK_GROUPS, BLOCK_BYTES // nbytes))
-
-    def pieces(self, books: Sequence[Book]) -> Iterator[Columns]:
-        """All columns: of all groups where they fit into memory, else of some groups at a time."""
-        large = [book for book in books if self.is_large(book)]
-        yield from self.columns([book for book in books if book not in large])
-        if large:
-            yield from self.blocks([self.whole(book) for book in large])
 
     def is_large(self, book: Book) -> bool:
         """Whether to make its columns takes more than one scan, but its groups can be cut.
@@ -277,8 +281,8 @@ class Matrix(Protocol):
     def columns(self, books: Sequence[Book]) -> Iterator[Columns]:
         """All columns of some books, of all groups; each is valid until the next."""
 
-    def blocks(self, parts: Sequence[Columns]) -> Iterator[Columns]:
-        """Parts of parameters, some groups at a time."""
+    def sum_blocks(self, parts: Sequence[Columns], make: Make[Partial]) -> Partial:
+        """What the blocks of some parts add up to."""
 
     def is_large(self, book: Book) -> bool:
         """Whether a book is better gone through some groups at a time."""
@@ -295,19 +299,25 @@ def times(matrix: SamplesMatrix, directions: Mapping[str, Tensor]) -> dict[str, 
     count = len(next(iter(directions.values())))
     zero = torch.zeros(matrix.groups, count, dtype=torch.float64)
     found = {book.name: zero.clone() for book in matrix.books}
-    for columns in matrix.pieces(matrix.books):
-        asked = columns.of(directions[columns.book.name])
-        found[columns.book.name][columns.groups] += (columns.values @ asked.T).double().cpu()
+    large = [book for book in matrix.books if matrix.is_large(book)]
+    for columns in matrix.columns([book for book in matrix.books if book not in large]):
+        x = columns.of(directions[columns.book.name])
+        found[columns.book.name] += (columns.values @ x.T).double().cpu()
+    parts = [matrix.whole(book) for book in large]
+    asked = {part.key: part.of(directions[part.book.name]) for part in parts}
+    answers = matrix.sum_blocks(parts, partial(Products, asked=asked)) if parts else {}
+    for part, groups, own in by_group(answers, parts):
+        found[part.book.name][groups] += own
     return found
 
 
 def by_blocks(matrix: Matrix, solved: Sequence[tuple[Columns, Tensor]]) -> Tensor:
     """(groups, queries): `Σ C xᵀ` over some parts, for x (queries, lines, side); one scan."""
-    asked = {part.key: x.flatten(1).T for part, x in solved}
+    parts, asked = [part for part, _ in solved], {part.key: x.flatten(1) for part, x in solved}
+    found = matrix.sum_blocks(parts, partial(Products, asked=asked))
     total = torch.zeros(matrix.groups, len(solved[0][1]), dtype=torch.float64)
-    for columns in matrix.blocks([part for part, _ in solved]):
-        x = asked[columns.key].to(columns.values)
-        total[columns.groups] += (columns.values @ x).double().cpu()
+    for _, groups, answers in by_group(found, parts):
+        total[groups] += answers
     return total
 
 

@@ -22,8 +22,10 @@ from dualform.optimizers import (
 )
 from dualform.read.coefficients import Accounting
 from dualform.read.contributions import row_sums
+from dualform.read.engine.interface import Partial
 from dualform.read.grouping import Grouping
 from dualform.read.replay import kept_moment
+from dualform.read.samples_matrix.block_sums import Make
 from dualform.read.samples_matrix.columns import Columns
 from dualform.read.samples_matrix.coordinates import Coordinates, has_coordinates
 from dualform.read.samples_matrix.cost import work_of
@@ -96,14 +98,9 @@ class OptimizerMetric:
         for book in (book for book in others if self._size(book) is None):
             yield from self._turned(book)
 
-    def blocks(self, parts: Sequence[Columns]) -> Iterator[Columns]:
-        """Parts of parameters, some groups at a time; each is valid until the next."""
-        if self._by_numbers:
-            yield from self._exact.blocks(parts)
-            return
-        for columns in self._rated.blocks(parts):
-            columns.values.mul_(torch.as_tensor(columns.scale).to(columns.values))
-            yield columns
+    def sum_blocks(self, parts: Sequence[Columns], make: Make[Partial]) -> Partial:
+        """What the blocks of some parts add up to; a part with a scale is multiplied by it."""
+        return (self._exact if self._by_numbers else self._rated).sum_blocks(parts, make)
 
     def is_large(self, book: Book) -> bool:
         """Whether a book is better gone through some groups at a time."""
