@@ -139,8 +139,7 @@ def test_nothing_is_left_where_nobody_goes_on(
     source = dualform.open(tmp_path / "run").source
     with_little_memory(monkeypatch)
     found = SamplesMatrix(source.accounting, BySample(source.numbers))
-    fold = found.blocks([found.whole(found.books[0])])
-    blocks = source.accounting.reader.reduce_blocks(fold, source.until)
+    blocks = found.blocks([found.whole(found.books[0])])
     next(blocks)
     assert [file.closed for file in files] == [False]
     del blocks

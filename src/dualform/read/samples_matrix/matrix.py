@@ -168,14 +168,18 @@ class SamplesMatrix:
     def sum_blocks(self, parts: Sequence[Columns], make: Make[Partial]) -> Partial:
         """What the blocks of some parts add up to, wherever they are made."""
         accounting = self._accounting
-        return accounting.reader.sum_blocks(make(self.blocks(parts)), accounting.until)
+        return accounting.reader.sum_blocks(make(self._by_group(parts)), accounting.until)
 
-    def blocks(self, parts: Sequence[Columns]) -> GroupedRows:
-        """A fold that gives parts of parameters, some groups at a time.
+    def blocks(self, parts: Sequence[Columns]) -> Iterator[Columns]:
+        """Parts of parameters, some groups at a time; each is valid until the next.
 
         Rows are read once for all parts that are made of the same streams, in the order of groups.
         They must have a number each: see `is_large`.
         """
+        accounting = self._accounting
+        return accounting.reader.reduce_blocks(self._by_group(parts), accounting.until)
+
+    def _by_group(self, parts: Sequence[Columns]) -> GroupedRows:
         assert self._weights is not None
         by_streams: dict[frozenset[str], list[Columns]] = {}
         for part in parts:
