@@ -116,9 +116,10 @@ def sharded_by_itself(rank: int, path: Path) -> None:
     recorded(model, path, processes=1)
 
 
-def hybrid(rank: int, path: Path) -> None:
-    model = net()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts")))
+def sharded_twice(rank: int, path: Path) -> None:
+    model, mesh = net(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("parts", "calls"))
+    parallelize_module(model, mesh["calls"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["parts"])
     recorded(model, path)
 
 
@@ -159,7 +160,7 @@ REFUSED: dict[Callable[[int, Path], None], tuple[str, str]] = {
     ids_in_one: ("SampleIdsError", "process 0 names its samples, and process 1 does not"),
     replicas: ("RecordingError", "DataParallel: its gradients come from several replicas"),
     sharded_by_itself: ("RecordingError", "is sharded over 2 processes, and 1 are to record"),
-    hybrid: ("RecordingError", "is a DTensor on a mesh of 2 processes, placed as (R, S(0))"),
+    sharded_twice: ("RecordingError", "tensor parallelism divides calls as well as parameters"),
     flat_parameters: ("RecordingError", "Use torch.distributed.fsdp.fully_shard, which keeps"),
     joined: ("RecordingError", "have a process without a batch call the model with an empty one"),
     recorded_while_joined: ("RecordingError", "model.join() lets processes make steps without"),

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tests.recording.distributed_loops import whole_state
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.utils.parametrizations import weight_norm
@@ -73,15 +75,21 @@ def tied() -> nn.Module:
 
 
 def by_columns(parameter: nn.Parameter) -> Shard:
-    """Matrices of an even width are cut along it."""
-    return Shard(int(parameter.ndim == 2 and parameter.shape[1] % 2 == 0))
+    """Matrices are cut along their width, where four processes can."""
+    return Shard(int(parameter.ndim == 2 and parameter.shape[1] % 4 == 0))
+
+
+def hybrid() -> DeviceMesh:
+    """Two copies of the model; of four processes, each copy is in two parts."""
+    shape = (2, dist.get_world_size() // 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("copies", "parts"))
 
 
 def one_element(step: int, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
     """Changes one element in the part of process 1."""
     if step == 2 and rank == 1:
         with torch.no_grad():
-            model[0].weight.to_local()[3, 2] += 1.0  # type: ignore[index]
+            model[0].weight.to_local()[-1, 2] += 1.0  # type: ignore[index]
 
 
 def whole_parameter(step: int, model: nn.Module, optimizer: Optimizer, rank: int) -> None:
@@ -122,6 +130,7 @@ LOOPS = {
     "weight norm": Sharded(with_norm),
     "tied": Sharded(tied, "3"),
     "by columns": Sharded(options=lambda: {"shard_placement_fn": by_columns}),
+    "copies of parts": Sharded(options=lambda: {"mesh": hybrid()}),
     "evaluated before": Sharded(evaluated=True),
     "bfloat16": Sharded(
         options=lambda: {
@@ -165,10 +174,14 @@ def train(name: str, rank: int, of: int, path: Path | None) -> dict[str, Tensor]
     return whole_state(model)
 
 
+FOUR = ("attention", "by columns", "copies of parts", "one element", "a whole parameter")
+"""What four processes do."""
+
+
 def train_all(rank: int, of: int, folder: Path) -> None:
     """Every loop, recorded and not; their weights are held against each other."""
     warnings.simplefilter("ignore")
-    for name in LOOPS:
+    for name in LOOPS if of == 2 else FOUR:
         recorded, plain = train(name, rank, of, folder / name), train(name, rank, of, None)
         for part, weight in plain.items():
             assert torch.equal(recorded[part], weight), f"{name}: {part}"

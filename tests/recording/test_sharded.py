@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.recording.sharded_loops import LOOPS, SAMPLES, STEPS, train_all
+from tests.recording.sharded_loops import FOUR, LOOPS, SAMPLES, STEPS, train_all
 from tests.recording.trained_by import trained_by
 
 import dualform
@@ -20,8 +20,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where four processes have recorded some of them."""
+    made = tmp_path_factory.mktemp("four")
+    trained_by(4, train_all, made)
+    return made
+
+
 @pytest.mark.parametrize("name", LOOPS)
 def test_its_books_balance(name: str, folder: Path) -> None:
+    check_balance(name, folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FOUR)
+def test_its_books_balance_in_four_processes(name: str, four: Path) -> None:
+    check_balance(name, four)
+
+
+def check_balance(name: str, folder: Path) -> None:
+    """Holds a run against the model whose training it is of."""
     loop, run = LOOPS[name], dualform.open(folder / name)
     assert run.steps == STEPS
     assert list(run.source.ledger.check()) == []

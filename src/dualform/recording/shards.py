@@ -167,14 +167,15 @@ def _is_in_fully_sharded(model: nn.Module, name: str) -> bool:
 
 def _refuse_placements(name: str, parameter: Any, by_fully_shard: bool) -> None:
     mesh, placements = parameter.device_mesh, parameter.placements
-    if by_fully_shard and len(placements) == 1 and type(placements[0]).__name__ == "Shard":
+    kinds = [type(placement).__name__ for placement in placements]
+    if by_fully_shard and kinds in (["Shard"], ["Replicate", "Shard"]):
         return
     listed = ", ".join(map(str, placements))
     raise RecordingError(
         f"'{name}' is a DTensor on a mesh of {mesh.size()} processes, placed as ({listed}): tensor "
-        "parallelism and hybrid sharding divide the calls, or the processes, as well as the "
-        "parameter. What is recorded is fully_shard over one mesh of all processes, which divides "
-        "nothing but parameters, and DistributedDataParallel."
+        "parallelism divides calls as well as parameters, so that no process has whole rows. What "
+        "is recorded is fully_shard over one mesh of all processes, which divides nothing but "
+        "parameters, and DistributedDataParallel."
     )
 
 
