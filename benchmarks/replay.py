@@ -1,8 +1,9 @@
 """Long runs of small models: what replaying an optimizer over many steps costs its readers.
 
 `python -m benchmarks.replay --steps 20000`: an MLP 16-32-4 and AdamW, batches of 8; wall-clock
-seconds of each read of a run opened anew, medians over some turns. `--run` keeps the run in a
-folder, or reads the one that is there, so that two versions can be timed in turns.
+seconds of each read of a run opened anew, medians over some turns. `--seconds cpu` has those of the
+processor, where others are busy. `--run` keeps the run in a folder, or reads the one that is there,
+so that two versions can be timed in turns.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -52,15 +54,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--seconds", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--run", type=Path, help="a folder for the run, which stays")
     options = parser.parse_args()
+    clock = time.perf_counter if options.seconds == "wall" else time.process_time
     with tempfile.TemporaryDirectory() as folder:
         path = options.run or Path(folder) / "run"
         if not path.exists():
             record(path, options.steps)
         for name, read in READS.items():
             works = [partial(opened, read, path)] * options.turns
-            print(f"{name}: {statistics.median(map(seconds, works)):.2f} s", flush=True)
+            took = [seconds(work, clock) for work in works]
+            print(f"{name}: {statistics.median(took):.2f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,9 @@ def test_coordinates_give_what_the_whole_matrix_gives(
         patched.setattr(basis_lines, "BATCH_BYTES", 1)
         found.append(influence(tmp_path / "run", net, data))
     with monkeypatch.context() as patched:
+        patched.setattr(basis_lines, "CACHE_BYTES", 1)
+        found.append(influence(tmp_path / "run", net, data))
+    with monkeypatch.context() as patched:
         patched.setattr(matrix, "COLUMN_BYTES", 1)
         for by_rows in (True, False):
             patched.setattr(Work, "row_by_row", lambda *_, by_rows=by_rows, **__: by_rows)

@@ -19,6 +19,8 @@ from dualform.read.samples_matrix.coordinates import Coordinates
 
 BATCH_BYTES = 128 << 20
 """How much some lines, or their Gram matrices, may take at a time."""
+CACHE_BYTES = 1 << 20
+"""How much of some lines, and of their Gram matrices, a processor's cache holds."""
 GRAM_BYTES = 1 << 30
 """How large the Gram matrices of all lines may be, to be added up from the lines."""
 WELL_CONDITIONED = 1 << 14
@@ -68,9 +70,13 @@ class BasisLines:
             flat = (S if self.own.tall else S.mT).permute(0, 2, 1).flatten(1)
             self._grams.addmm_(flat.T, flat)
             return
-        for some in self._batches(len(S) * self.side):
-            lines = self.own.lines(S, some)
-            self._grams[some].baddbmm_(lines.mT, lines)
+        most = CACHE_BYTES if S.device.type == "cpu" else BATCH_BYTES
+        lines_each = max(1, min(self.lines, most // (4 * self.side**2)))
+        samples_each = max(self.side, most // (4 * self.side * lines_each))
+        for part in torch.split(S, samples_each):
+            for at in range(0, self.lines, lines_each):
+                lines = self.own.lines(part, slice(at, at + lines_each))
+                self._grams[at : at + lines_each].baddbmm_(lines.mT, lines)
 
     def merged(self, other: BasisLines) -> BasisLines:
         """Those of the samples of both."""
