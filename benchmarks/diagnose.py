@@ -59,14 +59,17 @@ def models() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
 
 
 def large_models(device: str) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """GPT-2-small and ViT-B, with random weights."""
+    """Layers of GPT-2-small and ViT-B, with random weights; on a CPU three of them."""
     torch.manual_seed(0)
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval().to(device)
+    depth = 3 if device == "cpu" else 12
+    gpt2 = transformers.GPT2Model(transformers.GPT2Config(n_layer=depth)).eval().to(device)
     for batch in (4, 16):
         words = torch.randint(50257, (batch, 1024), device=device)
-        yield f"GPT-2, 12 × 768, {batch} × 1,024", gpt2, {"input_ids": words, "use_cache": False}
-    vit = transformers.ViTModel(transformers.ViTConfig()).eval().to(device)
-    yield "ViT, 12 × 768, 64 × 197", vit, {"pixel_values": torch.randn(64, 3, 224, 224).to(device)}
+        name = f"GPT-2, {depth} × 768, {batch} × 1,024"
+        yield name, gpt2, {"input_ids": words, "use_cache": False}
+    vit = transformers.ViTModel(transformers.ViTConfig(num_hidden_layers=depth)).eval().to(device)
+    images = torch.randn(64, 3, 224, 224, device=device)
+    yield f"ViT, {depth} × 768, 64 × 197", vit, {"pixel_values": images}
 
 
 def instruments(model: nn.Module, batch: dict[str, Any]) -> dict[str, Callable[[], object]]:
@@ -90,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--cpu", action="store_true", help="CPU time, for a busy machine.")
+    parser.add_argument("--only", default="", help="Instruments that begin so, such as tokens.")
     parser.add_argument("--large", action="store_true", help="GPT-2-small and ViT-B.")
     parser.add_argument("--device", default="cpu", help="Of the large models.")
     given = parser.parse_args()
@@ -98,12 +102,14 @@ def main() -> None:
     if not given.large:
         for name, (model, batch) in models().items():
             for instrument, work in instruments(model, batch).items():
+                if not instrument.startswith(given.only):
+                    continue
                 show(f"{name} | {instrument}", work, partial(model, **batch), given.turns, clock)
         return
     for name, model, batch in large_models(given.device):
         for instrument, work in instruments(model, batch).items():
             for kind in ("float32", "bf16") if given.device != "cpu" else ("float32",):
-                if not instrument.startswith("all weights"):
+                if instrument.startswith(given.only) and not instrument.startswith("all weights"):
                     with torch.autocast(given.device, torch.bfloat16, enabled=kind == "bf16"):
                         line = f"{name} | {kind} | {instrument}"
                         plain = finished(partial(model, **batch))

@@ -23,7 +23,7 @@ ROUNDS = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 """After so many products it is looked whether that is reached."""
 PAIRED = 128
 """So many tokens of a sample are compared in pairs."""
-HELD = {"cpu": 1 << 22, "cuda": 1 << 26}
+HELD = {"cpu": 1 << 20, "cuda": 1 << 26}
 """About so many numbers of tokens wait to be measured together: what caches of a processor hold, or
 what keeps a GPU busy."""
 
@@ -150,7 +150,7 @@ def _largest_eigenvalue(factors: Sequence[Tensor], total: Tensor) -> Tensor:
     for rounds in ROUNDS:
         while len(diagonal) < rounds:
             w = reduce(torch.matmul, factors, v) - beta * before
-            diagonal.append(w @ v.mT)
+            diagonal.append((w * v).sum(2, keepdim=True))
             w = w - diagonal[-1] * v
             beta = w.norm(dim=2, keepdim=True)
             beside.append(beta)
