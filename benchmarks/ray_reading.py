@@ -8,7 +8,9 @@ sizes in the page cache:
 - by a cluster of three nodes on this machine, against one thread and one for each core: what a
   query costs beyond the work (a run of a few kilobytes), and from which size on Ray is faster;
 - of the largest run by 1, 2, 4, … processes: is it linear in processes? And the most memory that
-  any process of the cluster took.
+  any process of the cluster took;
+- with `--influence 20000`, the first call of `influence` for so many samples of a network of
+  784-128-10, by as many processes, and here by one thread.
 
 A machine with many cores: `--processes 1 2 4 8 16 --megabytes 128 512 2048 8192`.
 """
@@ -20,6 +22,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +32,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
+from benchmarks.explaining import inputs_of, network, record
 from benchmarks.ledger import WIDTH, make_blocks, write_ledger
 from benchmarks.reading import ask
 from benchmarks.timing import seconds
@@ -62,11 +66,11 @@ def three_nodes() -> Iterator[None]:
 
 
 @contextmanager
-def processes(count: int) -> Iterator[None]:
+def processes(count: int, store: int = STORE) -> Iterator[None]:
     """A cluster of one node, with so many processors."""
     ray.init(
         num_cpus=count,
-        object_store_memory=STORE,
+        object_store_memory=store,
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
@@ -123,7 +127,7 @@ def against_local(runs: dict[int, Path], tiny: Path, turns: int) -> None:
                 engines = {"ray": Ray(), "one": Threads(1), "all": Threads(cores)}
                 reads = {engine: asks(path, of)[name] for engine, of in engines.items()}
                 found = in_turns(reads, turns)
-                times = " | ".join(f"{time:.3f}" for time in found.values())
+                times = " | ".join(f"{took:.3f}" for took in found.values())
                 print(f"| {size:,} | {name} | {times} |", flush=True)
         print(f"most memory of a process that folded: {peak_memory():,.0f} MB")
 
@@ -135,10 +139,33 @@ def by_processes(path: Path, counts: list[int], turns: int) -> None:
     for count in counts:
         with processes(count):
             for name in READS:
-                time = median(asks(path, Ray())[name], turns)
-                gain = first.setdefault(name, time) / time
-                found = f"{time:.2f} | {gain:.2f} | {peak_memory():,.0f}"
+                took = median(asks(path, Ray())[name], turns)
+                gain = first.setdefault(name, took) / took
+                found = f"{took:.2f} | {gain:.2f} | {peak_memory():,.0f}"
                 print(f"| {count} | {name} | {found} |", flush=True)
+
+
+def influence_by_processes(path: Path, samples: int, counts: list[int]) -> None:
+    """The first call of influence by more and more processes; how far it is from one thread's."""
+    model, x = network([784, 128, 10]), inputs_of(samples, 784)
+    record(path, model, x, 4, "SGD")
+
+    def asked(engine: Engine) -> tuple[float, torch.Tensor]:
+        run, began = open_run(path, engine=engine), time.perf_counter()
+        found = torch.from_numpy(run.influence(model, x[:1], 1).values)
+        return time.perf_counter() - began, found
+
+    here, expected = asked(Threads(1))
+    print(f"influence of {samples:,} samples, 784-128-10: {here:.1f} s here, by one thread")
+    print("| processes | s | times as fast as here | difference | most memory of one, MB |")
+    for count in counts:
+        with processes(count, 16 * STORE):  # Gram matrices of 315 MB are handed on
+            took, found = asked(Ray())
+            gap = float((found - expected).abs().max() / expected.abs().max())
+            print(
+                f"| {count} | {took:.1f} | {here / took:.2f} | {gap:.0e} | {peak_memory():,.0f} |",
+                flush=True,
+            )
 
 
 def main() -> None:
@@ -146,6 +173,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--influence", type=int, default=0, metavar="SAMPLES")
     options = parser.parse_args()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     folder = Path(tempfile.mkdtemp())
@@ -160,6 +188,8 @@ def main() -> None:
         write_ledger(folder / "tiny", make_blocks(4 * PARTS, 4), 1)
         against_local(runs, folder / "tiny", options.turns)
         by_processes(runs[max(runs)], options.processes, options.turns)
+        if options.influence:
+            influence_by_processes(folder / "net", options.influence, options.processes)
     finally:
         shutil.rmtree(folder)
 

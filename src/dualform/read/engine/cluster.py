@@ -103,9 +103,8 @@ class Ray(Engine):
     def sum_blocks(self, asked: BlockSum[Partial], shards: Sequence[ShardRange]) -> Partial:
         """In pieces, each of which makes its own blocks; they round otherwise than one sum does."""
         self._require_processors(asked.device)
-        count = sum(shard.nbytes for shard in shards) // max(1, self._part_bytes)
-        pieces = asked.cut(min(PIECES, max(1, count)))
-        if len(pieces) < 2:
+        small = sum(shard.nbytes for shard in shards) < self._part_bytes
+        if small or len(pieces := asked.cut(PIECES)) < 2:
             return asked.total(shards)
         works = [_Work((number,), shards, 1) for number in range(len(pieces))]
         with LateProgress("samples", len(works)) as progress:

@@ -23,6 +23,9 @@ from dualform.read.samples_matrix.coordinates import Coordinates
 from dualform.read.samples_matrix.folds import GroupedRows
 from dualform.read.samples_matrix.sparse import SparseLines
 
+LEAST_GROUPS = 4096
+"""How many groups a piece has at least: to merge Gram matrices costs as much as to add up some 500
+groups, where they are sent."""
 HALVES = 8
 """In how many parts a Gram matrix is made, of which those above the diagonal are left out."""
 
@@ -44,8 +47,9 @@ class GroupedSum(BlockSum[Partial]):
         return self.fold.device
 
     def cut(self, pieces: int) -> Sequence[GroupedSum[Partial]]:
-        """About as many groups each."""
+        """About as many groups each, and not too few."""
         count = self.fold.grouping.count
+        pieces = max(1, min(pieces, count // LEAST_GROUPS))
         cuts = [count * at // pieces for at in range(pieces + 1)]
         between = [(begin, end) for begin, end in pairwise(cuts) if begin < end]
         return [replace(self, fold=replace(self.fold, between=pair)) for pair in between]
