@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -116,11 +117,19 @@ def proxy(
         yield between
 
 
+def access(port: int) -> dict[str, str]:
+    """What the environment says of a server."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_REGION": "us-east-1",
+    }
+
+
 def use(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    for name, value in access(port).items():
+        monkeypatch.setenv(name, value)
 
 
 def put_folder(folder: os.PathLike[str], to: ObjectPath) -> None:
@@ -131,3 +140,13 @@ def put_folder(folder: os.PathLike[str], to: ObjectPath) -> None:
         elif not entry.name.endswith(".lock"):
             with open(entry, "rb") as file:
                 (to / entry.name).write_bytes(file.read())
+
+
+def get_folder(folder: ObjectPath, to: Path) -> None:
+    """Copies a folder the other way."""
+    to.mkdir()
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            get_folder(entry, to / entry.name)
+        else:
+            (to / entry.name).write_bytes(entry.read_bytes())

@@ -5,20 +5,33 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tests.objects import CuttingProxy, put_folder
+from tests.objects import CuttingProxy, get_folder, put_folder
+from tests.processes import started
+from torch import Tensor, nn
 
 import dualform
-from dualform.errors import CorruptError, LedgerError, NotARunError
-from dualform.ledger import Ledger, object_store
+from dualform.errors import (
+    CorruptError,
+    LedgerError,
+    NotARunError,
+    RecordingEndedWarning,
+    RunLockedError,
+)
+from dualform.ledger import Ledger, LedgerWriter, RunInfo, object_lock, object_store
 from dualform.ledger.object_copies import BLOCK
 from dualform.ledger.object_path import ObjectPath, run_path
 from dualform.ledger.tensor_writing import write_tensors
 from dualform.ledger.tensors import TensorFile
-from dualform.testing import tiny_run
+from dualform.testing import LedgerContract, tiny_run
+from dualform.testing.ledgers import block
 
 ROWS = torch.arange(3 * BLOCK // 4, dtype=torch.float32)[:, None]
 """Three blocks of an object."""
@@ -29,6 +42,8 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests do not wait as long as trainings do."""
     monkeypatch.setattr(object_store, "READING", 1.0)
     monkeypatch.setattr(object_store, "WRITING", 2.0)
+    monkeypatch.setattr(object_lock, "RENEWED", 0.1)
+    monkeypatch.setattr(object_lock, "DEAD", 0.5)
 
 
 def test_a_run_is_read_as_from_a_disk(bucket: ObjectPath) -> None:
@@ -115,6 +130,7 @@ def test_what_was_replaced_is_not_mixed(bucket: ObjectPath) -> None:
     path = bucket / "x.safetensors"
     write_tensors(path, {"keys": [ROWS]})
     file = TensorFile(path)
+    path.unlink()
     write_tensors(path, {"keys": [ROWS + 1]})
     with pytest.raises(LedgerError, match=r"was replaced while it was read; open the run again"):
         file.read("keys")
@@ -132,3 +148,213 @@ def test_credentials_that_are_missing_are_named(
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # no machine of Amazon's
     with pytest.raises(LedgerError, match=r"there are none.*AWS_ACCESS_KEY_ID and AWS_SECRET"):
         dualform.open(str(bucket))
+
+
+class TestBucket(LedgerContract):
+    """The same contract as on a disk."""
+
+    @pytest.fixture
+    def tmp_path(self, bucket: ObjectPath) -> ObjectPath:
+        return bucket
+
+    def create(self, path: Path, initial: dict[str, Tensor]) -> LedgerWriter:
+        return LedgerWriter.create(path, RunInfo(), initial)
+
+    def resume(self, path: Path, step: int) -> LedgerWriter:
+        return LedgerWriter.resume(path, step)
+
+    def read(self, path: Path) -> Ledger:
+        return Ledger(path)
+
+
+def train(path: Path | str, steps: int = 6, begun: Any = None, **options: Any) -> Any:
+    """A training that always is the same, or goes on: model and optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    x = torch.randn(8, 4)
+    if begun is not None:
+        model.load_state_dict(begun[0])
+        optimizer.load_state_dict(deepcopy(begun[1]))
+    with dualform.record(model, optimizer, path, **options) as recorder:
+        for step in range(steps):
+            recorder.samples([f"sample {step}", "always"])
+            model(x[step : step + 2]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                recorder.checkpoint()
+                saved = deepcopy((model.state_dict(), optimizer.state_dict()))
+    return model, saved
+
+
+def shards(path: Path) -> list[Path]:
+    return sorted(path.glob("writer-*-rank0-*/*.safetensors"))
+
+
+def test_a_run_is_recorded_as_on_a_disk(bucket: ObjectPath, tmp_path: Path) -> None:
+    """The same files, byte by byte, and so the same answers."""
+    near, far = tmp_path / "run", bucket / "run"
+    _, saved = train(near)
+    train(str(far))
+    for begun in (near, far):
+        model, _ = train(begun, 4, begun=saved, resume=True)
+    assert [one.read_bytes() for one in shards(near)] == [one.read_bytes() for one in shards(far)]
+    runs, x = [dualform.open(path) for path in (near, far)], torch.randn(2, 4)
+    assert runs[0].steps == 6
+    for ask in (
+        lambda run: run.audit().to_dict(),
+        lambda run: repr(run.spotlight(model, x)["2"].sums),
+        lambda run: run.explain(model, x, 0).top(5).rows,
+        lambda run: run.ids,
+    ):
+        assert ask(runs[0]) == ask(runs[1])
+    assert not Ledger(far).unfinished
+
+
+def test_a_copied_run_is_one_on_a_disk(bucket: ObjectPath, tmp_path: Path) -> None:
+    """Also one whose writer was killed, and so has its log line by line."""
+    writer = LedgerWriter.create(bucket / "run", RunInfo(), {"w": torch.zeros(2)})
+    for step in (1, 2):
+        writer.append(block(step, step))
+        writer.flush()
+    get_folder(bucket / "run", tmp_path / "copy")
+    copied = Ledger(tmp_path / "copy")
+    assert (copied.last_step, copied.unfinished, list(copied.check())) == (2, True, [])
+    lines = sorted((tmp_path / "copy").glob("writer-*/commits-*"))
+    lines[1].unlink()
+    with pytest.raises(CorruptError, match="has lost a line"):
+        Ledger(tmp_path / "copy")
+    writer.close()
+
+
+def test_one_of_two_writers_that_begin_at_once_fails(bucket: ObjectPath) -> None:
+    """However they begin; what the other one has begun is a run."""
+
+    def create(_: int) -> LedgerWriter | str:
+        try:
+            return LedgerWriter.create(bucket / "run", RunInfo(), {"w": torch.zeros(2)})
+        except LedgerError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(4) as pool:
+        begun = list(pool.map(create, range(4)))
+    (writer,) = [one for one in begun if isinstance(one, LedgerWriter)]
+    for said in set(begun) - {writer}:
+        assert "another process is recording into" in str(said)
+    writer.append(block(1, 2))
+    writer.close()
+    assert Ledger(bucket / "run").last_step == 2
+
+
+def test_a_writer_that_sleeps_is_taken_over_and_cannot_commit(
+    bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever goes on closes the log of the other, who may have slept and not died."""
+    monkeypatch.setattr(object_lock, "RENEWED", 60.0)  # so that it looks as if it slept
+    asleep = LedgerWriter.create(bucket / "run", RunInfo(), {"w": torch.zeros(2)})
+    asleep.append(block(1, 2))
+    asleep.flush()
+    monkeypatch.setattr(object_lock, "RENEWED", 0.1)
+    other = LedgerWriter.resume(bucket / "run", 2)
+    asleep.append(block(3, 4))
+    with pytest.raises(RunLockedError, match=r"another process has taken over .* up to step 2"):
+        asleep.flush()
+    asleep.abandon()
+    other.append(block(3, 5))
+    other.close()
+    ledger = Ledger(bucket / "run")
+    assert (ledger.last_step, ledger.damage, ledger.unfinished) == (5, [], False)
+    assert ledger.column("fc/keys")[::2, 0].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_several_ranks_record_one_run(bucket: ObjectPath) -> None:
+    path = bucket / "run"
+    first = LedgerWriter.create(path, RunInfo(), {"w": torch.zeros(2)}, of=2)
+    second = LedgerWriter.join(path, 1)
+    with pytest.raises(LedgerError, match=r"rank 1 cannot join|another process is recording"):
+        LedgerWriter.join(path, 1)
+    for writer, last in ((first, 3), (second, 2)):
+        writer.append(block(1, last))
+        writer.flush()
+    assert Ledger(path).last_step == 2
+    with pytest.raises(RunLockedError, match="another process is recording into"):
+        LedgerWriter.resume(path, 0)
+    first.close()
+    with pytest.raises(RunLockedError, match="as rank 1"):
+        LedgerWriter.resume(path, 0)
+    second.close()
+    assert Ledger(path).last_step == 2
+
+
+def killed_while_it_records(path: str, environment: dict[str, str]) -> None:
+    """Says so when two steps are committed, and then goes on until it is killed."""
+    os.environ.update(environment)
+    object_lock.RENEWED = 0.1
+    writer = LedgerWriter.create(run_path(path), RunInfo(), {"w": torch.zeros(2)})
+    for step in count(1):
+        writer.append(block(step, step))
+        writer.flush()
+        if step == 2:
+            print("committed", flush=True)
+
+
+def test_a_killed_writer_loses_nothing_that_it_committed(bucket: ObjectPath) -> None:
+    """Its lock is watched for a while, and then the run goes on."""
+    with started(killed_while_it_records, str(bucket / "run"), dict(os.environ)) as (
+        process,
+        printed,
+    ):
+        assert printed.readline() == "committed\n"
+        with pytest.raises(RunLockedError, match="another process is recording into"):
+            LedgerWriter.resume(bucket / "run", 2)
+        process.kill()
+        process.join()
+    left = Ledger(bucket / "run")
+    assert left.last_step >= 2
+    assert list(left.check()) == []
+    writer = LedgerWriter.resume(bucket / "run", left.last_step)
+    writer.append(block(left.last_step + 1, left.last_step + 1))
+    writer.close()
+    assert Ledger(bucket / "run").last_step == left.last_step + 1
+
+
+def test_a_commit_whose_answer_is_lost_is_one(bucket: ObjectPath, proxy: CuttingProxy) -> None:
+    """Requests and answers are cut in the middle; what is committed is there once."""
+    writer = LedgerWriter.create(bucket / "run", RunInfo(), {"w": torch.zeros(2)})
+    for step in range(1, 9):
+        proxy.upwards, proxy.after, proxy.cuts = bool(step % 2), step, 1
+        writer.append(block(step, step))
+        writer.flush()
+        assert proxy.cuts == 0
+    writer.close()
+    ledger = Ledger(bucket / "run")
+    assert (ledger.last_step, list(ledger.check())) == (8, [])
+
+
+def test_a_connection_that_stays_away_ends_the_recording(
+    bucket: ObjectPath, proxy: CuttingProxy
+) -> None:
+    """The training goes on, what is committed stays, and the run is gone on with later."""
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = dualform.record(model, optimizer, bucket / "run").__enter__()
+    for step in range(4):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            recorder.checkpoint()
+            saved = deepcopy(model.state_dict())
+            proxy.cuts = 10**6
+    with pytest.warns(RecordingEndedWarning, match=r"for 2 seconds.*readable up to step 2"):
+        recorder.__exit__(None, None, None)
+    proxy.cuts = 0
+    assert dualform.open(bucket / "run").steps == 2
+    model.load_state_dict(saved)
+    with dualform.record(model, optimizer, bucket / "run", resume=True):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    assert dualform.open(bucket / "run").audit().remainder < 1e-6

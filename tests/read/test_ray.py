@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.objects import access, put_folder
 from tests.read.engine_runs import SAMPLES, STEPS, Made, answers, offered, recorded
 
 import dualform
 from dualform.cli import cli
 from dualform.errors import ClusterError, CorruptError, ReadingError
 from dualform.ledger import Ledger
+from dualform.ledger.object_path import ObjectPath
 from dualform.read.engine import BlockSum, Engine, Fold, Ray, ShardRange, Threads
 from dualform.read.engine.cluster import PIECES
 from dualform.read.engine.remote import check_version
@@ -51,12 +53,13 @@ def test_what_cannot_be_reached_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """Three nodes on this machine, each with a processor."""
+def cluster(s3_port: int) -> Iterator[Any]:
+    """Three nodes on this machine, each with a processor, that reach one object storage."""
     from ray.cluster_utils import Cluster
 
     usual = dict(os.environ)
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    os.environ |= access(s3_port)
     head = {**NODE, "include_dashboard": False, "_system_config": NOTICED}
     started = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
@@ -130,6 +133,18 @@ def test_what_is_replayed_has_the_same_bits(engine: Ray, tmp_path: Path) -> None
     for read in ("audit", "spotlight", "explain"):
         assert np.array_equal(
             asked(engine, made, read), asked(Threads(1, part_bytes=1), made, read)
+        ), read
+
+
+def test_every_machine_reads_object_storage_by_itself(
+    engine: Ray, made: Made, bucket: ObjectPath
+) -> None:
+    """What is sent to them is a URL, and no file."""
+    put_folder(made[0], bucket / "run")
+    far = (bucket / "run", *made[1:])
+    for read in ("audit", "spotlight", "explain"):
+        assert np.array_equal(
+            asked(engine, far, read), asked(Threads(1, part_bytes=1), made, read)
         ), read
 
 

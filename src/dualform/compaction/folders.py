@@ -32,7 +32,7 @@ from dualform.ledger.files import (
     write_durably,
 )
 from dualform.ledger.format import BEFORE_COMPACT, COMPACTED_FILE, RUN_FILE, describe
-from dualform.ledger.writer import lock_run
+from dualform.ledger.locks import lock_run
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Folders:
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> Folders:
         """Those of a path; where that is a link, or has no name, beside what it leads to."""
-        run = run_path(path)
+        run = Path(os.fspath(run_path(path)))  # refused of one in object storage
         if os.path.islink(run) or run.name in ("", ".."):
             run = Path(os.path.realpath(run))
         return cls(run, run.with_name(run.name + BEFORE_COMPACT))

@@ -59,12 +59,15 @@ class Background(Generic[Item]):
         self._work = work
         self._queue: queue.Queue[Item | None] = queue.Queue(maxsize=waiting)
         self._error: BaseException | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="dualform-writer", daemon=True)
         self._thread.start()
 
     def put(self, item: Item) -> None:
         """Hands an item over; blocks while too many wait."""
         self.raise_error()
+        if self._closed:
+            raise ValueError("the background thread has ended, and works nothing off any more")
         self._queue.put(item)
 
     def wait(self) -> None:
@@ -74,8 +77,10 @@ class Background(Generic[Item]):
 
     def close(self) -> None:
         """Works everything off and ends the thread."""
-        self._queue.put(None)
-        self._thread.join()
+        if not self._closed:
+            self._closed = True
+            self._queue.put(None)
+            self._thread.join()
         self.raise_error()
 
     def raise_error(self) -> None:

@@ -18,16 +18,18 @@ from torch import Tensor
 from dualform.ledger.files import require, sync_folder
 from dualform.ledger.format import (
     COMPACTED_FILE,
+    FOLDER,
     INITIAL_FILE,
     RUN_FILE,
     SAMPLES_FOLDER,
     Declaration,
 )
-from dualform.ledger.log import END, FOLDER, Head, Log, LogWriter, Record
+from dualform.ledger.locks import LOCK
+from dualform.ledger.log import END, Head, Log, LogWriter, Record
 from dualform.ledger.reader import Ledger
 from dualform.ledger.sessions import Commit, Shard
 from dualform.ledger.shared_keys import SharedKeys
-from dualform.ledger.writer import LOCK, write_vouched
+from dualform.ledger.writer import write_vouched
 
 SEALS = ("after", "line_crc32")
 

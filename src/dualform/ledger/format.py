@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +22,9 @@ FORMAT = 4
 RUN_FILE = "run.json"
 INITIAL_FILE = "initial.safetensors"
 SAMPLES_FOLDER = "samples"
+LOG_FILE = "commits.jsonl"
+FOLDER = re.compile(r"writer-([0-9]{4,})-rank(0|[1-9][0-9]*)-[0-9a-f]{8}")
+"""What a writer calls its folder: the session, the writer's rank, and eight random digits."""
 COMPACTED_FILE = "compacted.json"
 """In a run that was compacted, until that is confirmed; no sum depends on it."""
 BEFORE_COMPACT = ".before-compact"

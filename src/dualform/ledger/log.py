@@ -27,10 +27,10 @@ from dualform.ledger.files import (
     sync_folder,
     write_durably,
 )
+from dualform.ledger.format import FOLDER, LOG_FILE
+from dualform.ledger.object_log import ObjectLog, line_files
+from dualform.ledger.object_path import ObjectPath
 
-LOG_FILE = "commits.jsonl"
-FOLDER = re.compile(r"writer-([0-9]{4,})-rank(0|[1-9][0-9]*)-[0-9a-f]{8}")
-"""What a writer calls its folder: the session, the writer's rank, and eight random digits."""
 END = re.compile(r"end-(0|[1-9][0-9]*)\.json")
 """What a writer calls the note of how far it went: by its rank."""
 
@@ -106,7 +106,7 @@ class LogWriter:
     def __init__(self, folder: Path, start: Mapping[str, Any], after: Head | None) -> None:
         self.head = Head(folder.name)
         self._run, self._rank = folder.parent, int(start["rank"])
-        self._file = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._file = ObjectLog(folder) if isinstance(folder, ObjectPath) else _LogFile(folder)
         before = None if after is None else asdict(after)
         try:
             self._append({"kind": "start", **start, "after": before})
@@ -121,25 +121,45 @@ class LogWriter:
 
     def end(self) -> None:
         """Notes in the run how far this log went, now that nothing will follow."""
-        write_durably(self._run / end_file(self._rank), seal_line(asdict(self.head)))
+        if self._file.end():
+            write_durably(self._run / end_file(self._rank), seal_line(asdict(self.head)))
 
     def close(self) -> None:
         """Gives the file back."""
-        os.close(self._file)
+        self._file.close()
 
     def _append(self, record: Record) -> None:
         line = seal_line(record)
+        self._file.append(line.encode())
+        seal = json.loads(line)["line_crc32"]
+        self.head = replace(self.head, lines=self.head.lines + 1, seal=seal)
+
+
+class _LogFile:
+    """A log on a disk: one file, to which lines are appended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+    def append(self, line: bytes) -> None:
+        """Adds a line; where that fails, the log is as before."""
         size = os.fstat(self._file).st_size
         try:
-            if os.write(self._file, line.encode()) != len(line):
+            if os.write(self._file, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file)
         except OSError:
             os.ftruncate(self._file, size)
             os.lseek(self._file, size, os.SEEK_SET)
             raise
-        seal = json.loads(line)["line_crc32"]
-        self.head = replace(self.head, lines=self.head.lines + 1, seal=seal)
+
+    def end(self) -> bool:
+        """Whether what it says is all that was written: always."""
+        return True
+
+    def close(self) -> None:
+        """Gives the file back."""
+        os.close(self._file)
 
 
 @dataclass
@@ -202,7 +222,7 @@ def _whole_lines(log: Log) -> Iterator[bytes]:
     """The lines that were written to their end; what a killed process left of one is left out."""
     if is_there(log.path):
         parts = [log.path]
-    elif not (parts := sorted(log.folder.glob("commits-*.jsonl"))):
+    elif not (parts := line_files(log.folder)):
         if any(log.folder.glob("*.safetensors")):
             log.is_wrong("is missing, and files that it vouched for are there")
         return

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 from dualform.errors import LedgerError
-from dualform.ledger.object_copies import RemoteObject
-from dualform.ledger.object_store import SETTINGS, ObjectStore, connect
+from dualform.ledger.object_copies import BLOCK, RemoteObject
+from dualform.ledger.object_store import SETTINGS, WHOLE, ObjectStore, Version, connect
 
 
 def run_path(given: str | os.PathLike[str]) -> Path:
@@ -119,9 +119,26 @@ class ObjectPath(LocalPath):
         self._store.put(self.key, chunks)
         return sum(map(len, chunks))
 
-    def create(self, data: bytes) -> None:
+    def put_new(self, chunks: Sequence[bytes | memoryview]) -> int:
+        """Puts the object; where it is not too large for that, only if there is none."""
+        length = sum(map(len, chunks))
+        if length > WHOLE:
+            return self.put(chunks)
+        self.create(b"".join(chunks))
+        return length
+
+    def create(self, data: bytes) -> Version:
         """Puts the object where there is none."""
-        self._store.create(self.key, data)
+        return self._store.create(self.key, data)
+
+    def replace_version(self, data: bytes, version: Version) -> Version:
+        """Puts the object in place of a version of it, and of no other."""
+        return self._store.replace(self.key, data, version)
+
+    def read_version(self) -> tuple[bytes, Version]:
+        """A small object, and which version it is."""
+        data, found = self._store.begin(self.key, BLOCK)
+        return data, found.version
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Nothing: folders are there when something is in them."""
@@ -140,8 +157,11 @@ class ObjectPath(LocalPath):
         yield from (self / name for name in (*files, *folders))
 
     def glob(self, pattern: str, **_: Any) -> Generator[ObjectPath, None, None]:
-        """What is in the folder by some names."""
-        yield from (one for one in self.iterdir() if fnmatch.fnmatchcase(one.name, pattern))
+        """What is in the folder by some names, or in folders below it."""
+        name, _, below = pattern.partition("/")
+        for one in self.iterdir():
+            if fnmatch.fnmatchcase(one.name, name):
+                yield from one.glob(below) if below else [one]
 
     def lstat(self) -> os.stat_result:
         """What is there: an object, or else a folder."""

@@ -162,7 +162,7 @@ class ObjectStore:
 
     def replace(self, key: str, data: bytes, version: Version) -> Version:
         """Puts an object in place of one that is still as it was read."""
-        return self._put_if(key, data, {"e_tag": version["e_tag"], "version": version["version"]})
+        return self._put_if(key, data, {name: value for name, value in version.items() if value})
 
     def delete(self, keys: Sequence[str]) -> None:
         """Deletes some objects, as far as they are there."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from dualform.ledger.format import (
 )
 from dualform.ledger.ids import Ids
 from dualform.ledger.log import Damage, Head, Log, Logs, session_and_rank
+from dualform.ledger.object_copies import SIDE_BY_SIDE
+from dualform.ledger.object_path import ObjectPath
 from dualform.ledger.sessions import Commit, Session, Shard, read_sessions
 from dualform.ledger.tensors import TensorFile
 
@@ -75,6 +79,8 @@ class Ledger:
         """What is wrong with the logs and with what they vouch for, as far as that is known."""
         if self.damage and not damaged:
             raise self._refusal()
+        if isinstance(path, ObjectPath):
+            _open_together(self.shards)
         self._check_sizes(damaged)
 
     def _check_sizes(self, damaged: bool) -> None:
@@ -288,6 +294,17 @@ class Ledger:
                 continue
             if checksum != commit.record["crc32"]:
                 yield commit.path, f"'{commit.path}' is altered: its checksum does not match."
+
+
+def _open_together(shards: Sequence[Shard]) -> None:
+    """Opens objects side by side, since each takes a while; what fails is said where it is read."""
+
+    def open_one(shard: Shard) -> None:
+        with suppress(LedgerError):
+            shard.file  # noqa: B018
+
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        list(pool.map(open_one, shards))
 
 
 def _without_gaps(path: Path, sessions: list[Session]) -> tuple[list[Session], list[Damage]]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dualform.errors import CorruptError
 from dualform.ledger.codecs import Codec
-from dualform.ledger.format import Declaration
+from dualform.ledger.format import LOG_FILE, Declaration
 from dualform.ledger.index_checks import check_index
-from dualform.ledger.log import LOG_FILE, Damage, Log, Logs, Record, session_and_rank
+from dualform.ledger.log import Damage, Log, Logs, Record, session_and_rank
 from dualform.ledger.tensors import TensorFile
 
 
@@ -33,14 +32,20 @@ class Commit:
         """The last step the file speaks of."""
         return int(self.record["last" if self.record["kind"] == "rows" else "step"])
 
-    @cached_property
+    @property
     def file(self) -> TensorFile:
-        """The arrays, after a look at the length and the header."""
+        """The arrays, after a look at the length and the header; it is opened once."""
+        opened: TensorFile | None = vars(self).get("opened")
+        if opened is None:  # by `cached_property`, threads would open one after the other
+            opened = vars(self)["opened"] = self._open()
+        return opened
+
+    def _open(self) -> TensorFile:
         return TensorFile(self.path, self.record.get("index_crc32"), self.record["bytes"])
 
     def __getstate__(self) -> dict[str, Any]:
         """Where it is sent elsewhere: without the opened file, and found from any folder."""
-        state = {name: value for name, value in vars(self).items() if name != "file"}
+        state = {name: value for name, value in vars(self).items() if name != "opened"}
         return {**state, "path": self.path.absolute()}
 
 
@@ -63,10 +68,9 @@ class Shard(Commit):
     log: Sequence[Shard] = field(default=(), repr=False, compare=False)
     """All shards of its log, in order."""
 
-    @cached_property
-    def file(self) -> TensorFile:
-        """The arrays, after a look at the index, too."""
-        file = super().file
+    def _open(self) -> TensorFile:
+        """The same, after a look at the index, too."""
+        file = super()._open()
         check_index(file, self.first, self.last)
         return file
 

@@ -64,7 +64,7 @@ def write_tensors(path: Path, arrays: Mapping[str, Sequence[Array]]) -> tuple[in
         return _write_awaited(path, arrays)
     chunks = [_header(arrays), *map(raw, known)]
     if isinstance(path, ObjectPath):
-        return path.put(chunks), _checksum(chunks)
+        return path.put_new(chunks), _checksum(chunks)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for chunk in chunks:
@@ -109,7 +109,7 @@ def _put_awaited(path: ObjectPath, arrays: Mapping[str, Sequence[Array]]) -> tup
             mmap(opened.fileno(), 0, access=ACCESS_READ) as mapped,
             memoryview(mapped) as view,
         ):
-            path.put([view])
+            path.put_new([view])
         return written
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from dualform.errors import (
@@ -25,9 +23,10 @@ from dualform.errors import (
     UnknownStepError,
 )
 from dualform.ledger.commit_queue import CommitQueue
-from dualform.ledger.files import require, sync_folder, write_durably
+from dualform.ledger.files import remove_folder, sync_folder, write_durably
 from dualform.ledger.format import (
     COMPACTED_FILE,
+    FOLDER,
     INITIAL_FILE,
     MARKS,
     RUN_FILE,
@@ -36,22 +35,24 @@ from dualform.ledger.format import (
     RunInfo,
     describe,
 )
+from dualform.ledger.locks import LOCK, RankLock, lock_rank, lock_run
 from dualform.ledger.log import (
     END,
-    FOLDER,
     Head,
     LogWriter,
     session_and_rank,
     writer_folders,
 )
+from dualform.ledger.object_path import ObjectPath
 from dualform.ledger.reader import Ledger
 from dualform.ledger.shared_keys import SharedKeys
 from dualform.ledger.tensor_writing import Array, index_checksum, write_tensors
+from dualform.ledger.tensors import in_index
 
-LOCK = re.compile(r"writer-(0|[1-9][0-9]*)\.lock")
-"""What a rank's lock is called."""
 SIDE_BY_SIDE = min(4, (os.cpu_count() or 1) // 4)
 """How many shards may be under way: none where training needs all the processors there are."""
+SENT_SIDE_BY_SIDE = 2
+"""How many may be on their way to object storage, which takes time and no processor."""
 
 
 @dataclass
@@ -89,13 +90,15 @@ class LedgerWriter:
     """
 
     def __init__(
-        self, path: Path, lock: FileLock, start: Mapping[str, Any], after: Head | None = None
+        self, path: Path, lock: RankLock, start: Mapping[str, Any], after: Head | None = None
     ) -> None:
         self.path = path
         self.rank, self.of = int(start["rank"]), int(start["of"])
         self._lock = lock
         self._blocks: list[ShardBlock] = []
-        self._queue = CommitQueue(SIDE_BY_SIDE)
+        self._queue = CommitQueue(
+            SENT_SIDE_BY_SIDE if isinstance(path, ObjectPath) else SIDE_BY_SIDE
+        )
         self._keys = SharedKeys()
         self._files = 0
         self.committed = int(start["step"])
@@ -104,6 +107,7 @@ class LedgerWriter:
         name = f"writer-{start['session']:04d}-rank{self.rank}-{secrets.token_hex(4)}"
         self.folder = path / name
         try:
+            lock.claim(name)
             self.folder.mkdir()
             self._log = LogWriter(self.folder, start, after)
             sync_folder(path)
@@ -167,7 +171,7 @@ class LedgerWriter:
     def join(cls, path: Path, rank: int, start: Mapping[str, Any] | None = None) -> LedgerWriter:
         """Records beside rank 0, in the session that it has begun."""
         _joinable(path, rank)  # or say why it is not
-        lock = _lock(path, rank)
+        lock = lock_rank(path, rank)
         try:
             ledger = _joinable(path, rank)
             session = ledger.session
@@ -274,11 +278,17 @@ class LedgerWriter:
                 f"the disk of '{self.path}' is full ({free / 1e6:,.1f} MB free). {safe}; "
                 "make room and go on with record(..., resume=True)."
             )
-        return LedgerError(f"cannot write to '{self.path}': {error}. {safe}.")
+        kind = RunLockedError if isinstance(error, RunLockedError) else LedgerError
+        return kind(f"cannot write to '{self.path}': {str(error).removesuffix('.')}. {safe}.")
 
 
 def write_vouched(path: Path, arrays: Mapping[str, Sequence[Array]]) -> dict[str, int]:
-    """Writes a file, and returns what its line in the log vouches for."""
+    """Writes a file, and returns what its line in the log vouches for.
+
+    What a reader finds its way by comes first, so that it is read together.
+    """
+    of_index = {name: in_index(name, parts[0].dtype) for name, parts in arrays.items()}
+    arrays = {name: arrays[name] for name in sorted(arrays, key=lambda name: not of_index[name])}
     length, checksum = write_tensors(path, arrays)
     return {"bytes": length, "crc32": checksum, "index_crc32": index_checksum(arrays)}
 
@@ -342,40 +352,6 @@ def _joinable(path: Path, rank: int) -> Ledger:
     return ledger
 
 
-def lock_run(path: Path) -> FileLock:
-    """The lock of rank 0, while no other rank records; refused while any does."""
-    lock = _lock(path, 0)
-    try:
-        for entry in path.iterdir():
-            match = LOCK.fullmatch(entry.name)
-            if match is not None and int(match[1]):
-                _lock(path, int(match[1])).release()
-    except BaseException:
-        lock.release()
-        raise
-    return lock
-
-
-def _lock(path: Path, rank: int) -> FileLock:
-    file = path / f"writer-{rank}.lock"
-    if os.path.lexists(file):
-        require(file, "a file")  # taking it would empty what a link leads to
-    lock = FileLock(file)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        by = f" as rank {rank}" if rank else ""
-        raise RunLockedError(
-            f"another process is recording into '{path}'{by}; wait for it or choose another path."
-        ) from None
-    except OSError as error:
-        raise LedgerError(
-            f"cannot write to '{path}': {error.strerror}; choose another path, or mount its disk "
-            "so that it can be written."
-        ) from error
-    return lock
-
-
 def _remove_run(path: Path) -> None:
     """Removes the files of a run, and nothing else that may lie in its folder.
 
@@ -387,4 +363,4 @@ def _remove_run(path: Path) -> None:
     for folder in [*writer_folders(path), path / SAMPLES_FOLDER]:
         if folder.is_symlink():
             folder.unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
