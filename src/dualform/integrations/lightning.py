@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +14,7 @@ from dualform.errors import RecordingError
 from dualform.integrations.ids import Carried, LoaderIds, is_indexed, naming
 from dualform.integrations.session import RecordingSession, resuming, started
 from dualform.private import is_compiled_by_lightning
-from dualform.recording import Recorder
+from dualform.recording import Recorder, run_path
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -54,7 +53,7 @@ class LightningCallback(Callback):
         ids_of: Callable[[Any], Tensor | Sequence[int] | Sequence[str]] | None = None,
         **options: Any,
     ) -> None:
-        self._path, self._ids_of, self._options = Path(path), ids_of, options
+        self._path, self._ids_of, self._options = run_path(path), ids_of, options
         self._session: RecordingSession | None = None
         self._recorder: Recorder | None = None
         self._waiting: deque[LoaderIds] = deque()

@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, MutableMapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from dualform.errors import RecordingError
 from dualform.integrations.ids import LoaderIds, carry_in_place, check_loader, is_indexed
 from dualform.integrations.session import RecordingSession, resuming, started
-from dualform.recording import Recorder
+from dualform.recording import Recorder, run_path
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -55,7 +54,7 @@ class TransformersCallback(TrainerCallback):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, ids: bool = True, **options: Any) -> None:
-        self._path, self._ids, self._options = Path(path), ids, options
+        self._path, self._ids, self._options = run_path(path), ids, options
         self._session: RecordingSession | None = None
         self._recorder: Recorder | None = None
         self._unnamed = False

@@ -30,8 +30,10 @@ def run_path(given: str | os.PathLike[str]) -> Path:
     dualform.errors.LedgerError: 'ftp://host/run' begins with 'ftp://'; a run is in a folder, or at
     file://, gs://, s3://.
     """
-    if isinstance(given, Path):
+    if isinstance(given, ObjectPath):
         return given
+    if isinstance(given, Path) and given.parts[:1] in [(f"{one}:",) for one in SETTINGS]:
+        return ObjectPath(given)  # what pathlib makes of a URL
     if not isinstance(given, str | os.PathLike):
         raise LedgerError(
             f"path={given!r} is no path; give the run's folder as a str or a pathlib.Path."
@@ -158,10 +160,10 @@ class ObjectPath(LocalPath):
 
     def glob(self, pattern: str, **_: Any) -> Generator[ObjectPath, None, None]:
         """What is in the folder by some names, or in folders below it."""
-        name, _, below = pattern.partition("/")
+        name, *below = pattern.split("/", 1)
         for one in self.iterdir():
             if fnmatch.fnmatchcase(one.name, name):
-                yield from one.glob(below) if below else [one]
+                yield from one.glob(below[0]) if below else [one]
 
     def lstat(self) -> os.stat_result:
         """What is there: an object, or else a folder."""
