@@ -10,9 +10,10 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from io import RawIOBase
+from functools import partial
+from io import FileIO, RawIOBase
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,26 @@ class TensorFile:
             for at, (start, stop) in spans:
                 file.seek(place.offset + start * size)
                 self._fill(file, target[at * size : (at + stop - start) * size])
+
+    def reads(
+        self, rows: Tensor, name: str, start: int, piece_bytes: int
+    ) -> Iterator[Callable[[], None]]:
+        """Calls that read an array's rows from `start` on into memory, side by side.
+
+        Each reads some bytes at once, and spends hardly any time in Python: several threads of
+        it hold each other up.
+        """
+        place, target = self.array(name), raw(rows)
+        begin = place.offset + start * place.row_bytes
+        for at in range(0, len(target), piece_bytes):
+            yield partial(self._read_piece, begin + at, target[at : at + piece_bytes])
+
+    def _read_piece(self, offset: int, target: memoryview) -> None:
+        with self.open() as file:
+            if isinstance(file, FileIO) and hasattr(os, "posix_fadvise"):  # all of it at once
+                os.posix_fadvise(file.fileno(), offset, len(target), os.POSIX_FADV_WILLNEED)
+            file.seek(offset)
+            self._fill(file, target)
 
     def _fill(self, file: RawIOBase, target: memoryview) -> None:
         while target:

@@ -6,6 +6,7 @@ import math
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,18 +74,18 @@ class RowColumns:
     def key_records(self) -> Tensor:
         """(records,): where the key of each lies in the table, where there is one."""
         assert self.places is not None
-        each = self._segments[:, 2].repeat_interleave(self._sizes)
-        return self.places[0].repeat_interleave(each) + self.positions
+        each = repeated(self._segments[:, 2], self._sizes)
+        return repeated(self.places[0], each) + self.positions
 
     @cached_property
     def steps(self) -> Tensor:
         """(rows,): the number of each row's step."""
-        return self._segments[:, 0].repeat_interleave(self._counts)
+        return repeated(self._segments[:, 0], self._counts)
 
     @cached_property
     def uses(self) -> Tensor:
         """(rows,): the number of each row's segment: a use of the layer in a backward pass."""
-        return torch.arange(len(self._counts)).repeat_interleave(self._counts)
+        return repeated(torch.arange(len(self._counts)), self._counts)
 
     def step_and_batch(self, use: int) -> tuple[int, int]:
         """Where a use belongs."""
@@ -94,7 +95,7 @@ class RowColumns:
     @cached_property
     def samples(self) -> Tensor:
         """(rows,): the stored id of each row's sample."""
-        begins = self._begins.repeat_interleave(self._counts)
+        begins = repeated(self._begins, self._counts)
         return self._shard.samples()[begins + self._within // self._per_sample]
 
     @cached_property
@@ -106,11 +107,20 @@ class RowColumns:
     def _within(self) -> Tensor:
         """Each row's place in its segment."""
         begins = self._counts.cumsum(0) - self._counts
-        return torch.arange(int(self._counts.sum())) - begins.repeat_interleave(self._counts)
+        return torch.arange(int(self._counts.sum())) - repeated(begins, self._counts)
 
     @cached_property
     def _per_sample(self) -> Tensor:
-        return self._segments[:, 2].repeat_interleave(self._counts)
+        return repeated(self._segments[:, 2], self._counts)
+
+
+def repeated(numbers: Tensor, counts: Tensor) -> Tensor:
+    """Each number so many times; by numpy, which does not wake other threads for so little.
+
+    >>> repeated(torch.tensor([5, 7]), torch.tensor([1, 2]))
+    tensor([5, 7, 7])
+    """
+    return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
 
 
 def widths(stream: Stream) -> tuple[int, int]:

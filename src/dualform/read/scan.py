@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from dualform.read.progress import advance
 from dualform.read.row_columns import RowColumns, stored_arrays, widths
 
 CHUNK_BYTES = 16 << 20
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 16 << 20
 """How much is read at a time where several threads read."""
 SHARED = "shared"
 """What the matrices that rows share are called among arrays."""
@@ -142,18 +143,18 @@ def chunks(
 
 
 def chunk_parts(
-    shard: ShardRange, stream: Stream, chunk_bytes: int = CHUNK_BYTES, beside: int = 0
+    shard: ShardRange, stream: Stream, chunk_bytes: int = CHUNK_BYTES, brought: Sequence[str] = ()
 ) -> Iterator[ChunkPart]:
     """What the chunks of a stream in some steps of a shard are made of.
 
     Args:
-        beside: how many bytes come with each record, besides those of its row.
+        brought: columns of `RowColumns` that are brought along with the records.
     """
     if not shard.holds(stream.name):
         return
     columns, codec = RowColumns(shard, stream), shard.shard.codec(stream.name)
     begin, end = columns.between(shard.first, shard.last)
-    width = codec.bytes_per_row(*widths(stream)) + beside + expanded_bytes(stream)
+    width = codec.bytes_per_row(*widths(stream)) + 8 * len(brought) + expanded_bytes(stream)
     records = max(1, chunk_bytes // max(1, width))
     stored = StoredRecords(shard.shard, stream, columns, with_shared=True)
     uses = None
@@ -161,7 +162,8 @@ def chunk_parts(
         uses = max(1, chunk_bytes // shard.shard.file.arrays[f"{stream.name}/shared"].row_bytes)
     for start, stop in columns.parts(begin, end, records, uses):
         steps = shard.steps * (stop - start) / (end - begin)
-        yield ChunkPart(stream, stored, start, stop, steps)
+        own = {name: getattr(columns, name)[start:stop] for name in brought}
+        yield ChunkPart(stream, stored, start, stop, steps, own)
 
 
 def mapped(shard: ShardRange, stream: Stream) -> Iterator[tuple[ChunkPart, dict[str, Tensor]]]:
@@ -181,6 +183,8 @@ class ChunkPart(Part):
     stop: int
     steps: float
     """How many steps of its shard that is."""
+    columns: Mapping[str, Tensor]
+    """Step, sample and position of its records, where they are to be brought along."""
 
     @property
     def stream(self) -> str:
@@ -190,17 +194,14 @@ class ChunkPart(Part):
     @property
     def arrays(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and type of each array: those of the shard, and step, sample and position."""
-        found = self.stored.shapes(self.start, self.stop)
-        return found | dict.fromkeys(COLUMNS, ((self.stop - self.start,), torch.int64))
+        columns = {name: (tuple(c.shape), c.dtype) for name, c in self.columns.items()}
+        return self.stored.shapes(self.start, self.stop) | columns
 
     def reads(self, into: Mapping[str, Tensor]) -> Iterator[Callable[[], object]]:
         """Calls that fill the arrays, in any order and side by side."""
         yield from self.stored.reads(into, self.start, self.stop)
-        yield partial(self._read_columns, into)
-
-    def _read_columns(self, into: Mapping[str, Tensor]) -> None:
-        for name in COLUMNS:
-            into[name].copy_(getattr(self.stored.columns, name)[self.start : self.stop])
+        for name, column in self.columns.items():
+            yield partial(np.copyto, into[name].numpy(), column.numpy())
 
     def chunk(
         self, arrays: Mapping[str, Tensor], bases: Bases | None, device: torch.device | str
@@ -213,7 +214,7 @@ class ChunkPart(Part):
         matrices = None
         if self.source.shared:
             matrices = at_least_32_bits(arrays[SHARED]).to(device).reshape(-1, *self.source.shared)
-        here = {name: arrays[name] for name in COLUMNS if name in arrays}
+        here = {name: arrays[name] for name in self.columns}
         return Chunk(self.source, rows, errors, stored.columns, self.start, matrices, bases, here)
 
 
@@ -265,10 +266,8 @@ class StoredRecords:
         self, into: Mapping[str, Tensor], start: int, stop: int
     ) -> Iterator[Callable[[], object]]:
         """Calls that fill memory with some records of each array, side by side."""
-        for name, (full, first, last) in self._ranges(start, stop).items():
-            for some in _pieces(into[name]):
-                ends = (0, (first + some.start, min(first + some.stop, last)))
-                yield partial(self._file.read_into, into[name][some], full, [ends])
+        for name, (full, first, _) in self._ranges(start, stop).items():
+            yield from self._file.reads(into[name], full, first, PIECE_BYTES)
         if self.columns.places is not None:
             records, table = self.columns.key_records[start:stop], self.columns.places[1]
             for name in self._in_table:

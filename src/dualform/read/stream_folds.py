@@ -31,7 +31,7 @@ class StreamFold(Fold[Partial]):
     def parts(self, shard: ShardRange, chunk_bytes: int) -> Iterator[Part]:
         """What the chunks are made of."""
         for stream in self.read_streams:
-            yield from chunk_parts(shard, stream, chunk_bytes, 8 * len(COLUMNS))
+            yield from chunk_parts(shard, stream, chunk_bytes, COLUMNS)
 
 
 @dataclass(frozen=True)

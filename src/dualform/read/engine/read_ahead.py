@@ -28,12 +28,12 @@ from dualform.read.engine.serial import Serial, fold_progress
 from dualform.read.engine.shards import ShardRange
 from dualform.read.progress import reporting
 
-READERS = max(2, min(16, os.cpu_count() or 1))
+READERS = max(2, min(8, os.cpu_count() or 1))
 """How many threads read files: each copies from the system's memory slower than a bus takes it."""
 BUFFERS = 4
 """How many chunks are read, copied or computed with at the same time."""
-CHUNK_BYTES = (64 << 20) - (64 << 10)
-"""How large a chunk is at most: a little less than what pinned memory is rounded up to."""
+CHUNK_BYTES = {"cuda": (64 << 20) - (64 << 10), "cpu": 16 << 20}
+"""How large a chunk is at most; for a GPU a little less than what its memory is rounded up to."""
 LEAST_BYTES = 1 << 20
 """How large chunks are at least, where a device has little memory left."""
 ALIGNED = 256
@@ -59,16 +59,16 @@ class ReadAhead(Serial):
         readers: how many threads read files.
         buffers: how many chunks are read, copied or computed with at the same time. Each takes
             `chunk_bytes` of main memory, and as much of the device.
-        chunk_bytes: how large a chunk is at most. Where the device has not enough memory, chunks
-            become smaller by themselves.
+        chunk_bytes: how large a chunk is at most; by default 64 MB for a GPU, and 16 MB for
+            processors. Where a device has not enough memory, chunks become smaller by themselves.
     """
 
     def __init__(
-        self, *, readers: int = READERS, buffers: int = BUFFERS, chunk_bytes: int = CHUNK_BYTES
+        self, *, readers: int = READERS, buffers: int = BUFFERS, chunk_bytes: int | None = None
     ) -> None:
         given = {"readers": readers, "buffers": buffers, "chunk_bytes": chunk_bytes}
         for name, number in given.items():
-            if number < 1:
+            if number is not None and number < 1:
                 raise ReadingError(f"{name}={number}: expected 1 or more.")
         self._readers, self._buffers, self._chunk_bytes = readers, buffers, chunk_bytes
 
@@ -76,7 +76,8 @@ class ReadAhead(Serial):
         self, fold: Fold[Partial], shards: Sequence[ShardRange], onto: Partial | None = None
     ) -> Partial:
         """The result of all shards; from the beginning with smaller chunks where memory ends."""
-        size = self._chunk_bytes
+        kind = torch.device(fold.device).type
+        size = self._chunk_bytes or CHUNK_BYTES.get(kind, CHUNK_BYTES["cpu"])
         while True:
             try:
                 total = self._folded(fold, shards, size)
@@ -197,7 +198,6 @@ class _Buffer:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self._device, self._stream = device, stream
         self._host = self._there = torch.empty(0, dtype=torch.uint8)
-        self._places: dict[str, int] = {}
         self._copied: torch.cuda.Event | None = None
         """When main memory may be written again."""
         self._used: torch.cuda.Event | None = None
@@ -205,11 +205,14 @@ class _Buffer:
         self._lock = Lock()
 
     def begin(self, part: Part, pool: ThreadPoolExecutor) -> None:
-        """Hands out what is to be read of a part."""
-        self.part, self._end = part, 0
+        """Hands out what is to be read of a part, once the buffer is free."""
+        self.part, self._end, self._places = part, 0, []
         for name, (shape, dtype) in part.arrays.items():
-            self._places[name] = self._end
-            self._end += -(-math.prod(shape) * dtype.itemsize // ALIGNED) * ALIGNED
+            nbytes = math.prod(shape) * dtype.itemsize
+            self._places.append((name, slice(self._end, self._end + nbytes), shape, dtype))
+            self._end += -(-nbytes // ALIGNED) * ALIGNED
+        if self._copied is not None:
+            self._copied.synchronize()
         if self._end > len(self._host):
             self._reserve(self._end)
         reads = list(part.reads(self._views(self._host)))
@@ -234,8 +237,6 @@ class _Buffer:
     def _work(self, read: Callable[[], object]) -> None:
         """One of the reads; the last one sends the buffer to the device."""
         try:
-            if self._copied is not None:
-                self._copied.synchronize()
             read()
             with self._lock:
                 self._left -= 1
@@ -267,9 +268,7 @@ class _Buffer:
 
     def _views(self, memory: Tensor) -> dict[str, Tensor]:
         """The arrays in some memory."""
-        found = {}
-        for name, (shape, dtype) in self.part.arrays.items():
-            begin = self._places[name]
-            flat = memory[begin : begin + math.prod(shape) * dtype.itemsize]
-            found[name] = flat.view(dtype).view(shape)
-        return found
+        return {
+            name: memory[place].view(dtype).view(shape)
+            for name, place, shape, dtype in self._places
+        }
