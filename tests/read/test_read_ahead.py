@@ -260,9 +260,9 @@ def test_a_read_can_be_cancelled(equal_rows: tuple[Path, nn.Module, Tensor]) -> 
 def test_what_cannot_be_is_refused_in_words(equal_rows: tuple[Path, nn.Module, Tensor]) -> None:
     with pytest.raises(ReadingError, match=r"buffers=0: expected 1 or more\."):
         dualform.engine("ahead", buffers=0)
-    with pytest.raises(ReadingError, match=r"no device 'gpu': .* (is|are) 'cpu'"):
+    with pytest.raises(ReadingError, match=r"no device 'gpu': torch .* finds 'cpu'.* on this"):
         dualform.open(equal_rows[0], device="gpu")
-    with pytest.raises(ReadingError, match=r"no device 'cuda:63': .* Leave the device out"):
+    with pytest.raises(ReadingError, match=r"no device 'cuda:63': .*leave the device out"):
         dualform.open(equal_rows[0], device="cuda:63")
 
 

@@ -59,7 +59,7 @@ class RowColumns:
         """(visits,): the stored id of each visit's sample, of some uses."""
         sizes = self._sizes[uses]
         begins = self._begins[uses] - (sizes.cumsum(0) - sizes)
-        at = torch.arange(int(sizes.sum())) + begins.repeat_interleave(sizes)
+        at = torch.arange(int(sizes.sum())) + repeated(begins, sizes)
         return self._shard.samples()[at]
 
     def parts(self, begin: int, end: int, records: int, uses: int | None) -> list[tuple[int, int]]:
@@ -74,8 +74,7 @@ class RowColumns:
     def key_records(self) -> Tensor:
         """(records,): where the key of each lies in the table, where there is one."""
         assert self.places is not None
-        each = repeated(self._segments[:, 2], self._sizes)
-        return repeated(self.places[0], each) + self.positions
+        return repeated(self.places[0], self._each) + self.positions
 
     @cached_property
     def steps(self) -> Tensor:
@@ -95,23 +94,18 @@ class RowColumns:
     @cached_property
     def samples(self) -> Tensor:
         """(rows,): the stored id of each row's sample."""
-        begins = repeated(self._begins, self._counts)
-        return self._shard.samples()[begins + self._within // self._per_sample]
+        return repeated(self.samples_of(torch.arange(len(self._sizes))), self._each)
 
     @cached_property
     def positions(self) -> Tensor:
         """(rows,): which of its sample's rows it is: the token, patch or pixel."""
-        return self._within % self._per_sample
+        begins = self._each.cumsum(0) - self._each
+        return torch.arange(int(self._counts.sum())) - repeated(begins, self._each)
 
     @cached_property
-    def _within(self) -> Tensor:
-        """Each row's place in its segment."""
-        begins = self._counts.cumsum(0) - self._counts
-        return torch.arange(int(self._counts.sum())) - repeated(begins, self._counts)
-
-    @cached_property
-    def _per_sample(self) -> Tensor:
-        return repeated(self._segments[:, 2], self._counts)
+    def _each(self) -> Tensor:
+        """(visits,): how many records each visit of a sample left."""
+        return repeated(self._segments[:, 2], self._sizes)
 
 
 def repeated(numbers: Tensor, counts: Tensor) -> Tensor:
@@ -120,6 +114,8 @@ def repeated(numbers: Tensor, counts: Tensor) -> Tensor:
     >>> repeated(torch.tensor([5, 7]), torch.tensor([1, 2]))
     tensor([5, 7, 7])
     """
+    if bool((counts == 1).all()):
+        return numbers
     return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
 
 

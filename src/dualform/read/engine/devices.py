@@ -39,10 +39,11 @@ def _devices() -> list[str]:
 
 def _unknown(given: torch.device | str, there: list[str]) -> ReadingError:
     names = " and ".join(f"'{name}'" for name in there)
-    verb = "are" if len(there) > 1 else "is"
+    wants_cuda = str(given).startswith("cuda") and torch.version.cuda is None
+    cure = "install a torch that was built with CUDA, or " if wants_cuda else ""
     return ReadingError(
-        f"there is no device '{given}': torch {torch.__version__} finds on this machine that there "
-        f"{verb} {names}. Leave the device out to read on processors."
+        f"there is no device '{given}': torch {torch.__version__} finds {names} on this machine; "
+        f"{cure}leave the device out to read on processors."
     )
 
 
