@@ -74,7 +74,8 @@ class RowColumns:
     def key_records(self) -> Tensor:
         """(records,): where the key of each lies in the table, where there is one."""
         assert self.places is not None
-        return repeated(self.places[0], self._each) + self.positions
+        each = repeated(self._segments[:, 2], self._sizes)
+        return repeated(self.places[0], each) + self.positions
 
     @cached_property
     def steps(self) -> Tensor:
@@ -94,7 +95,7 @@ class RowColumns:
     @cached_property
     def samples(self) -> Tensor:
         """(rows,): the stored id of each row's sample."""
-        return repeated(self.samples_of(torch.arange(len(self._sizes))), self._each)
+        return repeated(self.samples_of(self._with_records), self._each)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -104,8 +105,14 @@ class RowColumns:
 
     @cached_property
     def _each(self) -> Tensor:
-        """(visits,): how many records each visit of a sample left."""
-        return repeated(self._segments[:, 2], self._sizes)
+        """(visits,): how many records each visit of a sample left, of uses that left any."""
+        uses = self._with_records
+        return repeated(self._segments[uses, 2], self._sizes[uses])
+
+    @cached_property
+    def _with_records(self) -> Tensor:
+        """The uses that left records: others may have any number of visits, in a forged run."""
+        return torch.nonzero(self._counts).flatten()
 
 
 def repeated(numbers: Tensor, counts: Tensor) -> Tensor:
