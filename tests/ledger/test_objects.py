@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from tests.objects import CuttingProxy, get_folder, put_folder
 from tests.processes import started
 from torch import Tensor, nn
 
 import dualform
+from dualform.cli import cli
 from dualform.errors import (
     CorruptError,
     LedgerError,
@@ -25,7 +27,7 @@ from dualform.errors import (
     RecordingEndedWarning,
     RunLockedError,
 )
-from dualform.ledger import Ledger, LedgerWriter, RunInfo, object_lock, object_store
+from dualform.ledger import Ledger, LedgerWriter, RunInfo, object_lock, object_path, object_store
 from dualform.ledger.object_copies import BLOCK
 from dualform.ledger.object_path import ObjectPath, run_path
 from dualform.ledger.tensor_writing import write_tensors
@@ -62,8 +64,17 @@ def test_a_run_is_read_as_from_a_disk(bucket: ObjectPath) -> None:
     ):
         assert repr(ask(near)) == repr(ask(far))
     assert list(Ledger(far.path).check()) == []
+    verbs = ("audit", "info", "top")
+    said = {path: [printed(verb, path) for verb in verbs] for path in (near.path, far.path)}
+    assert said[near.path] == said[far.path] != ["", "", ""]
     with pytest.raises(LedgerError, match=r"is in object storage, .* on a disk only: copy the run"):
         dualform.compact(str(far.path), keep="half")
+
+
+def printed(verb: str, path: Path) -> str:
+    """What a verb says of a run."""
+    options = ["--sample", "1"] if verb == "top" else []
+    return CliRunner().invoke(cli, [verb, str(path), "--json", *options]).output
 
 
 def test_what_is_wrong_is_said(bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +135,23 @@ def test_a_connection_that_drops_is_made_again(bucket: ObjectPath, proxy: Cuttin
         TensorFile(bucket / "y.safetensors").read("keys")
     proxy.cuts = 0
     assert torch.equal(TensorFile(bucket / "y.safetensors").read("keys"), ROWS)
+
+
+def test_what_is_large_is_put_in_parts(
+    bucket: ObjectPath, proxy: CuttingProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a connection is cut in the middle of one."""
+    for module in (object_store, object_path):
+        monkeypatch.setattr(module, "WHOLE", BLOCK)
+    monkeypatch.setattr(object_store, "PART", 5 << 20)  # the least that S3 takes
+    proxy.upwards, proxy.cuts, proxy.after = True, 1, 3 << 20
+    arrays = {"keys": [ROWS, ROWS[:5], ROWS], "values": [ROWS[:7]]}
+    length, checksum = write_tensors(bucket / "x.safetensors", arrays)
+    assert proxy.cuts == 0
+    assert (bucket / "x.safetensors").stat().st_size == length
+    file = TensorFile(bucket / "x.safetensors")
+    assert file.checksum() == checksum
+    assert torch.equal(file.read("keys"), torch.cat(arrays["keys"]))
 
 
 def test_what_was_replaced_is_not_mixed(bucket: ObjectPath) -> None:

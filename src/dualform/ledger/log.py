@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from io import BufferedReader
+from io import BufferedReader, BytesIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,7 +28,7 @@ from dualform.ledger.files import (
     write_durably,
 )
 from dualform.ledger.format import FOLDER, LOG_FILE
-from dualform.ledger.object_log import ObjectLog, line_files
+from dualform.ledger.object_log import ObjectLog, read_lines
 from dualform.ledger.object_path import ObjectPath
 
 END = re.compile(r"end-(0|[1-9][0-9]*)\.json")
@@ -221,14 +221,13 @@ def read_log(folder: Path) -> Log:
 def _whole_lines(log: Log) -> Iterator[bytes]:
     """The lines that were written to their end; what a killed process left of one is left out."""
     if is_there(log.path):
-        parts = [log.path]
-    elif not (parts := line_files(log.folder)):
-        if any(log.folder.glob("*.safetensors")):
-            log.is_wrong("is missing, and files that it vouched for are there")
-        return
-    for part in parts:
-        with BufferedReader(open_plain(part)) as file:
+        with BufferedReader(open_plain(log.path)) as file:
             yield from (line for line in file if line.endswith(b"\n"))
+    elif parts := read_lines(log.folder):
+        lines = (line for part in parts for line in BytesIO(part))
+        yield from (line for line in lines if line.endswith(b"\n"))
+    elif any(log.folder.glob("*.safetensors")):
+        log.is_wrong("is missing, and files that it vouched for are there")
 
 
 def _follows(record: Record, before: Record) -> bool:

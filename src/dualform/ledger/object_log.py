@@ -7,10 +7,13 @@ the second fails, and whoever takes a run over puts an object where the next lin
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dualform.errors import LedgerError, RunLockedError
+from dualform.ledger.files import open_plain
 from dualform.ledger.format import FOLDER, LOG_FILE
+from dualform.ledger.object_copies import SIDE_BY_SIDE
 from dualform.ledger.object_path import ObjectPath
 from dualform.ledger.object_store import TakenError
 
@@ -54,10 +57,22 @@ class ObjectLog:
         """Nothing: every line is durable."""
 
 
-def line_files(folder: Path) -> list[Path]:
-    """The objects of a log's lines, in order; a copied run has them as files."""
+def read_lines(folder: Path) -> list[bytes]:
+    """What the objects of a log's lines say, in order; a copied run has them as files."""
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        return list(pool.map(_read, _line_files(folder)))
+
+
+def _line_files(folder: Path) -> list[Path]:
     found = [entry for entry in folder.glob("commits-*.jsonl") if LINE.fullmatch(entry.name)]
-    return sorted(found, key=lambda entry: entry.name)
+    return sorted(found, key=lambda entry: int(entry.name[8:-6]))
+
+
+def _read(file: Path) -> bytes:
+    if isinstance(file, ObjectPath):
+        return file.read_bytes()
+    with open_plain(file) as opened:
+        return opened.read()
 
 
 def close_log(run: ObjectPath, folder: str) -> None:
@@ -66,7 +81,7 @@ def close_log(run: ObjectPath, folder: str) -> None:
         raise LedgerError(f"the lock of '{run}' names no folder of a writer: {folder!r}.")
     log = run / folder
     while True:
-        numbers = [int(entry.name[8:-6]) for entry in line_files(log)]
+        numbers = [int(entry.name[8:-6]) for entry in _line_files(log)]
         try:
             (log / f"commits-{max(numbers, default=0) + 1:08d}.jsonl").create(CLOSED)
             return

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 from dualform.errors import LedgerError
-from dualform.ledger.object_copies import BLOCK, RemoteObject
+from dualform.ledger.object_copies import RemoteObject
 from dualform.ledger.object_store import SETTINGS, WHOLE, ObjectStore, Version, connect
 
 
@@ -138,9 +138,13 @@ class ObjectPath(LocalPath):
         return self._store.replace(self.key, data, version)
 
     def read_version(self) -> tuple[bytes, Version]:
-        """A small object, and which version it is."""
-        data, found = self._store.begin(self.key, BLOCK)
+        """The bytes of a small object, and which version it is."""
+        data, found = self._store.begin(self.key)
         return data, found.version
+
+    def read_bytes(self) -> bytes:
+        """The bytes of a small object."""
+        return self.read_version()[0]
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Nothing: folders are there when something is in them."""

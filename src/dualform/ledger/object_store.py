@@ -26,7 +26,7 @@ Version = Mapping[str, Any]
 READING, WRITING = 20.0, 180.0
 """For how many seconds a request is repeated; a training can wait longer than a person."""
 LONGEST_PAUSE = 10.0
-WHOLE = 64 << 20
+WHOLE = 16 << 20
 """What is larger is put in parts."""
 PART = 8 << 20
 SETTINGS = {
@@ -84,7 +84,7 @@ class ObjectStore:
         second = timedelta(seconds=1)
         self._store: Any = obstore.store.from_url(
             self.url,
-            client_options={"timeout": "30s", "connect_timeout": "5s", "allow_http": at_once},
+            client_options={"timeout": "60s", "connect_timeout": "5s", "allow_http": at_once},
             retry_config={
                 "max_retries": 3,
                 "retry_timeout": 30 * second,
@@ -108,12 +108,13 @@ class ObjectStore:
         """How large an object is."""
         return _found(self._tried("read", key, lambda: self._requests.head(self._store, key)))
 
-    def begin(self, key: str, count: int) -> tuple[bytes, FoundObject]:
-        """The first bytes of an object, as it is now."""
+    def begin(self, key: str, count: int | None = None) -> tuple[bytes, FoundObject]:
+        """The first bytes of an object, or all, as it is now."""
+        some = None if count is None else {"range": (0, count)}
 
         def request() -> tuple[bytes, FoundObject]:
             try:
-                got = self._requests.get(self._store, key, options={"range": (0, count)})
+                got = self._requests.get(self._store, key, options=some)
             except self._requests.exceptions.GenericError as error:
                 if "416" not in str(error):
                     raise
