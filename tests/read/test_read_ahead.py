@@ -15,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.objects import put_folder
 from tests.read.engine_runs import Made, answers, close, offered, recorded
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
@@ -24,6 +25,7 @@ from dualform.cli import cli
 from dualform.errors import CorruptError, ReadingError
 from dualform.ledger import Stream
 from dualform.ledger.codecs import CODECS
+from dualform.ledger.object_path import ObjectPath
 from dualform.read import Run
 from dualform.read.engine import Engine, Part, ReadAhead, Serial, ShardRange
 from dualform.read.engine.devices import exact_products
@@ -264,6 +266,17 @@ def test_what_cannot_be_is_refused_in_words(equal_rows: tuple[Path, nn.Module, T
         dualform.open(equal_rows[0], device="gpu")
     with pytest.raises(ReadingError, match=r"no device 'cuda:63': .*leave the device out"):
         dualform.open(equal_rows[0], device="cuda:63")
+
+
+def test_objects_are_read_ahead(
+    bucket: ObjectPath, equal_rows: tuple[Path, nn.Module, Tensor]
+) -> None:
+    """By several threads at a time, from a real server."""
+    path, model, x = equal_rows
+    put_folder(path, bucket / "ahead")
+    engine = ReadAhead(readers=4, chunk_bytes=500)
+    far = dualform.open(str(bucket / "ahead"), engine=engine)
+    assert largest(far, model, x, 9) == largest(dualform.open(path), model, x, 9)
 
 
 def test_the_command_line_says_where(equal_rows: tuple[Path, nn.Module, Tensor]) -> None:
