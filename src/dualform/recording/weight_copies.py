@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,10 +13,62 @@ from dualform.recording.meeting import PATIENCE
 from dualform.recording.messages import WeightSpan
 from dualform.recording.plan import Plan
 from dualform.recording.processes import Line
-from dualform.recording.shards import changes_of, local
+from dualform.recording.shards import changes_of, is_sharded, local
 
 MOST_JOINED = 1 << 16
 """Larger parameters are copied by themselves."""
+
+
+@dataclass(frozen=True)
+class CopiedTogether:
+    """Books whose elements are copied end to end, or one that is large."""
+
+    names: tuple[str, ...]
+    parameters: list[Tensor]
+    shapes: list[torch.Size]
+    kind: tuple[torch.device, torch.dtype]
+    flat: list[Tensor]
+    """All elements of each, in the parameter's own memory; none where they are looked up anew."""
+
+    @classmethod
+    def of(cls, names: Sequence[str], parameters: Mapping[str, Tensor]) -> CopiedTogether:
+        """Parameters of which each process has a part are looked up anew, and large ones.
+
+        What is in the place of a large one should not be kept from being freed.
+        """
+        own = [parameters[name] for name in names]
+        parts = [local(p).detach() for p in own]
+        lasting = len(names) > 1 and not any(map(is_sharded, own))
+        flat = [part.reshape(-1) for part in parts] if lasting else []
+        kind = (parts[0].device, parts[0].dtype)
+        return cls(tuple(names), own, [part.shape for part in parts], kind, flat)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters are where they were, or at least what they were."""
+        if self.flat:
+            return all(map(_are_one, self.parameters, self.flat))
+        parts = [local(parameter) for parameter in self.parameters]
+        return all(
+            part.shape == shape and (part.device, part.dtype) == self.kind
+            for part, shape in zip(parts, self.shapes, strict=True)
+        )
+
+    def now(self) -> Tensor:
+        """All elements as they are now."""
+        return torch.cat(self.flat or [local(p).detach().reshape(-1) for p in self.parameters])
+
+    def cut(self, joined: Tensor) -> dict[str, Tensor]:
+        """The parts of a vector in which books lie end to end, each in the shape of its book."""
+        parts = torch.split(joined, [shape.numel() for shape in self.shapes])
+        return {
+            name: part if part.shape == shape else part.view(shape)
+            for name, part, shape in zip(self.names, parts, self.shapes, strict=True)
+        }
+
+
+def _are_one(parameter: Tensor, flat: Tensor) -> bool:
+    return parameter.data_ptr() == flat.data_ptr()
 
 
 class StepCopies:
@@ -25,8 +78,10 @@ class StepCopies:
         self._parameters = plan.parameters
         self._last: dict[str, Tensor] = {}
         """What was copied of each book; later copies may be among those that lie together."""
-        self._joined: dict[tuple[str, ...], Tensor] = {}
-        """Books that were last looked at together, and all their elements then, end to end."""
+        self._joined: dict[tuple[str, ...], tuple[CopiedTogether, Tensor]] = {}
+        """Books that were last looked at together, and all their elements then."""
+        self._looked: tuple[str, ...] = ()
+        """All of these books, as long as they lie where they did."""
 
     def hold(self, book: str) -> None:
         """Copies a book that has not been looked at yet."""
@@ -43,32 +98,35 @@ class StepCopies:
         So what happened between two steps is not lost. Books that are not held are left out. Small
         ones of a type are looked at together: on a GPU a call costs more than its arithmetic.
         """
-        groups: dict[object, list[str]] = {}
-        for name in books:
-            if name in self._last:
-                p = local(self._parameters[name])
-                alone = p.numel() > MOST_JOINED
-                groups.setdefault(name if alone else (p.device, p.dtype), []).append(name)
-        together = [tuple(names) for names in groups.values()]
-        if self._joined.keys() != set(together):
-            for names, values in self._joined.items():
-                self._last |= self._cut(names, values)
-            self._joined = {
-                names: torch.cat([self._last[name].reshape(-1) for name in names])
-                for names in together
-            }
+        asked = tuple([name for name in books if name in self._last])
+        if asked != self._looked or not all(own.is_current for own, _ in self._joined.values()):
+            self._join(asked)
         changed: dict[str, Tensor] = {}
-        for names in together:
-            now = torch.cat([local(self._parameters[name]).detach().reshape(-1) for name in names])
-            changed |= self._cut(names, now - self._joined[names])
-            self._joined[names] = now
+        for names, (own, before) in self._joined.items():
+            now = own.now()
+            changed |= own.cut(now - before)
+            self._joined[names] = own, now
         return dict(sorted(changed.items()))  # in one order in all processes
 
-    def _cut(self, names: Sequence[str], joined: Tensor) -> dict[str, Tensor]:
-        """The parts of a vector in which books lie end to end, each in the shape of its book."""
-        shapes = [local(self._parameters[name]).shape for name in names]
-        parts = torch.split(joined, [shape.numel() for shape in shapes])
-        return {n: t.view(shape) for n, t, shape in zip(names, parts, shapes, strict=True)}
+    def _join(self, books: tuple[str, ...]) -> None:
+        """Sorts books by what is looked at together."""
+        groups: dict[object, list[str]] = {}
+        for name in books:
+            p = local(self._parameters[name])
+            alone = p.numel() > MOST_JOINED
+            groups.setdefault(name if alone else (p.device, p.dtype), []).append(name)
+        listed = [CopiedTogether.of(names, self._parameters) for names in groups.values()]
+        together = {own.names: own for own in listed}
+        self._looked = books
+        if self._joined.keys() == together.keys():
+            self._joined = {names: (together[names], self._joined[names][1]) for names in together}
+            return
+        for own, values in self._joined.values():
+            self._last |= own.cut(values)
+        last = {
+            names: torch.cat([self._last[name].reshape(-1) for name in names]) for names in together
+        }
+        self._joined = {names: (own, last[names]) for names, own in together.items()}
 
     def late_changes(self, line: Line) -> dict[str, Tensor]:
         """The changes of all books that have changed; in some process, where each has a part."""
