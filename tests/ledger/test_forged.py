@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,32 @@ def test_numbers_are_compared_before_memory_is_taken(
     seal_again(path, path)
     with in_time_and_memory(), pytest.raises(CorruptError, match=problem):
         read(path)
+
+
+@pytest.mark.parametrize("what", ["a description", "a line", "a header"])
+def test_json_takes_no_more_than_is_said(what: str, recorded: Path, tmp_path: Path) -> None:
+    """64 times its bytes; lists in lists take the most."""
+    path, many = shutil.copytree(recorded, tmp_path / "run"), [[[]]] * 100_000
+    if what == "a description":
+        info = json.loads((path / "run.json").read_text())
+        info["metadata"]["many"] = many
+        (path / "run.json").write_text(json.dumps(info, separators=(",", ":")))
+    elif what == "a line":
+        say(path, 1, many=many)
+    else:
+        file = Ledger(path).shards[0].path
+        data = file.read_bytes()
+        text = data[8 : 8 + struct.unpack("<Q", data[:8])[0]].rstrip()
+        text = text[:-1] + b',"__metadata__":' + json.dumps(many, separators=(",", ":")).encode()
+        rest = data[8 + struct.unpack("<Q", data[:8])[0] :]
+        file.write_bytes(struct.pack("<Q", len(text) + 1) + text + b"}" + rest)
+    seal_again(path, path)
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    tracemalloc.start()
+    assert read(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 10 * size < peak < 64 * size
 
 
 def test_a_record_that_does_not_fit_is_refused(recorded: Path, tmp_path: Path) -> None:

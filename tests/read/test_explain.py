@@ -136,6 +136,11 @@ def test_only_what_misses_a_change_is_looked_at_again(monkeypatch: pytest.Monkey
     close_by = ({n: p.detach() * w for n, p in wide.named_parameters()} for w in (1, 1 + 2e-7))
     path.along_line(Asked(wide, torch.ones(4, 50), 0), *close_by, range(4), tolerance=1e-3)
     assert sizes == [4]
+    sizes.clear()
+    broken = {n: torch.full_like(p, torch.nan) for n, p in wide.named_parameters()}
+    last = {n: p.detach() for n, p in wide.named_parameters()}
+    path.along_line(Asked(wide, torch.ones(4, 50), 0), broken, last, range(4), tolerance=1e-3)
+    assert sizes == [4]  # halves of what is no number are none either
 
 
 def test_the_trapezoidal_rule_comes_near_with_its_panels() -> None:

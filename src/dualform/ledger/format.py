@@ -220,9 +220,10 @@ class RunInfo:
 
         The first start of a run vouches for it.
         """
-        facts = json.loads(self.to_json())
-        told = {"aliases": facts.pop("metadata").get("aliases", {}), **facts}
-        del told["format"]
+        facts = json.loads(replace(self, metadata={}).to_json())
+        aliases = json.loads(json.dumps(self.metadata.get("aliases", {})))
+        told = {"aliases": aliases, **facts}
+        del told["format"], told["metadata"]
         return zlib.crc32(json.dumps(told, sort_keys=True, separators=(",", ":")).encode())
 
     @property

@@ -151,7 +151,8 @@ class _Line:
         """Adds up where the panel is good enough; elsewhere, notes its sum and what it misses."""
         found = self._gradients.integral(self._points(panel), _of(queries, panel))
         gap = panel.after - panel.before - _along(found, self.change)
-        good = gap.abs() <= sums.allowed[panel.queries] / SHARE
+        enough = gap.abs() <= sums.allowed[panel.queries] / SHARE
+        good = enough | ~gap.isfinite()  # halves of what is no number are none either
         sums.take(found, panel.queries, gap, good)
         _add(open_, found, panel.queries, ~good)
         gaps.index_add_(0, panel.queries[~good], gap[~good])
