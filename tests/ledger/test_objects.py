@@ -28,6 +28,8 @@ from dualform.errors import (
     RunLockedError,
 )
 from dualform.ledger import Ledger, LedgerWriter, RunInfo, object_lock, object_path, object_store
+from dualform.ledger.locks import lock_run
+from dualform.ledger.log import LogWriter
 from dualform.ledger.object_copies import BLOCK
 from dualform.ledger.object_path import ObjectPath, run_path
 from dualform.ledger.tensor_writing import write_tensors
@@ -295,6 +297,30 @@ def test_a_writer_that_sleeps_is_taken_over_and_cannot_commit(
     ledger = Ledger(bucket / "run")
     assert (ledger.last_step, ledger.damage, ledger.unfinished) == (5, [], False)
     assert ledger.column("fc/keys")[::2, 0].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_run_that_was_never_begun_is_replaced(
+    bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer may sleep between any two steps of beginning it, and cannot begin it later."""
+    monkeypatch.setattr(object_lock, "RENEWED", 60.0)
+    path, folder = bucket / "run", "writer-0001-rank0-00000000"
+    asleep = lock_run(path)
+    write_tensors(path / "initial.safetensors", {"w": [torch.ones(2)]})
+    asleep.claim(folder)
+    monkeypatch.setattr(object_lock, "RENEWED", 0.1)
+    writer = LedgerWriter.create(path, RunInfo(), {"w": torch.zeros(2)})
+    with pytest.raises(RunLockedError, match="another process has taken over"):
+        LogWriter(path / folder, {"session": 1, "rank": 0, "of": 1, "step": 0}, None)
+    with pytest.raises(RunLockedError, match="another process has taken over .* was not renewed"):
+        asleep.claim(folder)
+    asleep.release()  # does not take the lock from the other
+    with pytest.raises(RunLockedError, match="another process is recording into"):
+        lock_run(path)
+    writer.append(block(1, 2))
+    writer.close()
+    ledger = Ledger(path)
+    assert (ledger.last_step, ledger.weights(0)["w"].tolist()) == (2, [0.0, 0.0])
 
 
 def test_several_ranks_record_one_run(bucket: ObjectPath) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import Timeout
 
-from dualform.errors import LedgerError
+from dualform.errors import LedgerError, RunLockedError
 from dualform.ledger.object_log import close_log
 from dualform.ledger.object_path import ObjectPath
 from dualform.ledger.object_store import TakenError, Version
@@ -40,6 +40,8 @@ class ObjectLock:
             "process": os.getpid(),
         }
         self._version: Version = {}
+        self._before = ""
+        """The folder of the holder before, which was not heard of any more."""
         self._renewing = threading.Lock()
         self._ended = threading.Event()
 
@@ -56,11 +58,15 @@ class ObjectLock:
 
     def claim(self, folder: str) -> None:
         """Says which log is to be closed, if this process should die; fails if the lock is lost."""
+        self._close_before()  # again: a new run begins by deleting what was there
         self._state["folder"] = folder
         try:
             self._renew()
-        except TakenError:
-            raise Timeout(str(self._path)) from None
+        except TakenError as error:
+            raise RunLockedError(
+                f"another process has taken over '{self._path.parent}', since the lock of this one "
+                "was not renewed for a while"
+            ) from error
 
     def release(self) -> None:
         """Lets others record; where that fails, they watch the lock first."""
@@ -72,8 +78,12 @@ class ObjectLock:
     def _take(self) -> None:
         before, version = self._abandoned()
         self._version = self._path.replace_version(self._said(), version)
-        if folder := before.get("folder"):
-            close_log(self._path.parent, folder)
+        self._before = str(before.get("folder", ""))
+        self._close_before()
+
+    def _close_before(self) -> None:
+        if self._before:
+            close_log(self._path.parent, self._before)
 
     def _abandoned(self) -> tuple[dict[str, Any], Version]:
         """The lock as another process has left it."""

@@ -81,9 +81,10 @@ def close_log(run: ObjectPath, folder: str) -> None:
         raise LedgerError(f"the lock of '{run}' names no folder of a writer: {folder!r}.")
     log = run / folder
     while True:
-        numbers = [int(entry.name[8:-6]) for entry in _line_files(log)]
-        try:
-            (log / f"commits-{max(numbers, default=0) + 1:08d}.jsonl").create(CLOSED)
+        there = _line_files(log)
+        if there and _read(there[-1]) == CLOSED:
             return
+        try:
+            (log / f"commits-{len(there) + 1:08d}.jsonl").create(CLOSED)
         except TakenError:
             continue  # its writer is not dead, and has added a line meanwhile
