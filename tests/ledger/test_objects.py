@@ -312,7 +312,7 @@ def test_a_run_that_was_never_begun_is_replaced(
     writer = LedgerWriter.create(path, RunInfo(), {"w": torch.zeros(2)})
     with pytest.raises(RunLockedError, match="another process has taken over"):
         LogWriter(path / folder, {"session": 1, "rank": 0, "of": 1, "step": 0}, None)
-    with pytest.raises(RunLockedError, match="another process has taken over .* was not renewed"):
+    with pytest.raises(RunLockedError, match=r"another process has taken over .* was not renewed"):
         asleep.claim(folder)
     asleep.release()  # does not take the lock from the other
     with pytest.raises(RunLockedError, match="another process is recording into"):
