@@ -9,6 +9,7 @@ import signal
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.recording.distributed_loops import BATCH, LOOPS, own_passes, run_pass, start, whole_state
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dualform
-from dualform.errors import RecordingEndedWarning
+from dualform.errors import DualformError, RecordingEndedWarning
 
 NAME = "AdamW"
 STEPS = 9
@@ -156,6 +157,17 @@ def trained(
     return whole_state(model), ended
 
 
+def refuse_to_begin(rank: int, path: Path) -> None:
+    """Process 0 has no room for the whole weights: no process records, and none waits."""
+    model = fully_shard(start(LOOPS[NAME]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+    with pytest.raises(DualformError, match="File too large"):
+        dualform.record(model, optimizer, path).__enter__()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+
+
 def fail_save_and_leave(rank: int, of: int, folder: Path) -> None:
     """Training is what it would be without a recording, whatever becomes of that."""
     plain, _ = trained(rank, of, None)
@@ -171,6 +183,7 @@ def fail_save_and_leave(rank: int, of: int, folder: Path) -> None:
     weights, ended = trained(rank, of, folder / "full, in parts", full=1, sharded=True)
     check(weights)
     assert len(ended) == 1, ended
+    refuse_to_begin(rank, folder / "no room")
     weights, ended = trained(rank, of, folder / "saved", saved=4)
     check(weights)
     assert not ended
