@@ -232,19 +232,20 @@ def draw(results: Mapping[str, list[dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    markers = dict(zip(POLICIES, "osD^vPX<>*dhp8H1", strict=True))
+    figure, axes = pyplot.subplots(figsize=(10, 4.4), layout="constrained")
+    markers = dict(zip(POLICIES, "osD^vPX<>pdhHs8*", strict=True))
     for color, (task, rows) in enumerate(results.items()):
         ordered = sorted(rows, key=lambda row: -row["bytes_of_exact"])
         x, y = ([row[key] for row in ordered] for key in ("bytes_of_exact", "of_exact"))
         axes.plot(x, y, color=f"C{color}", lw=1, alpha=0.6, label=task)
         for row, at, height in zip(ordered, x, y, strict=True):
-            axes.plot(at, height, markers[row["keep"]], color=f"C{color}", ms=6)
+            axes.plot(at, height, markers[row["keep"]], color=f"C{color}", ms=7)
     for policy in dict.fromkeys(row["keep"] for rows in results.values() for row in rows):
         axes.plot([], [], markers[policy], color="gray", label=policy)
     axes.set(xscale="log", xlabel="bytes of the run / bytes with all rows")
     axes.set_ylabel("LDS / LDS with all rows")
     axes.axhline(1, color="gray", lw=0.8, ls=":")
+    axes.plot([0.03, 0.05, 0.05], [0.97, 0.97, 1], color="gray", lw=0.8)  # the aim: above, and left
     figure.legend(loc="outside right upper", fontsize="small", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
