@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -343,15 +345,18 @@ def test_several_ranks_record_one_run(bucket: ObjectPath) -> None:
 
 
 def killed_while_it_records(path: str, environment: dict[str, str]) -> None:
-    """Says so when two steps are committed, and then goes on until it is killed."""
+    """Begins a run or goes on with it, and says which steps are committed, until it is killed."""
     os.environ.update(environment)
-    object_lock.RENEWED = 0.1
-    writer = LedgerWriter.create(run_path(path), RunInfo(), {"w": torch.zeros(2)})
-    for step in count(1):
+    object_lock.RENEWED, object_lock.DEAD = 0.1, 0.5
+    run = run_path(path)
+    if (run / "run.json").exists():
+        writer = LedgerWriter.resume(run, Ledger(run).last_step)
+    else:
+        writer = LedgerWriter.create(run, RunInfo(), {"w": torch.zeros(2)})
+    for step in count(writer.committed + 1):
         writer.append(block(step, step))
         writer.flush()
-        if step == 2:
-            print("committed", flush=True)
+        print(step, flush=True)
 
 
 def test_a_killed_writer_loses_nothing_that_it_committed(bucket: ObjectPath) -> None:
@@ -360,7 +365,7 @@ def test_a_killed_writer_loses_nothing_that_it_committed(bucket: ObjectPath) -> 
         process,
         printed,
     ):
-        assert printed.readline() == "committed\n"
+        assert [printed.readline(), printed.readline()] == ["1\n", "2\n"]
         with pytest.raises(RunLockedError, match="another process is recording into"):
             LedgerWriter.resume(bucket / "run", 2)
         process.kill()
@@ -372,6 +377,32 @@ def test_a_killed_writer_loses_nothing_that_it_committed(bucket: ObjectPath) -> 
     writer.append(block(left.last_step + 1, left.last_step + 1))
     writer.close()
     assert Ledger(bucket / "run").last_step == left.last_step + 1
+
+
+@pytest.mark.long
+def test_kills_and_cuts_lose_nothing_that_was_committed(
+    bucket: ObjectPath, proxy: CuttingProxy
+) -> None:
+    """Twelve writers, each killed somewhere, over connections that are cut anywhere."""
+    chance, said = Random(0), 0
+    for _ in range(12):
+        given = (str(bucket / "run"), dict(os.environ))
+        with started(killed_while_it_records, *given) as (process, printed):
+            for _ in range(chance.randint(0, 6)):
+                proxy.upwards, proxy.after = chance.random() < 0.5, chance.randint(0, 2000)
+                proxy.cuts = chance.randint(0, 3)
+                said = int(printed.readline() or said)
+            time.sleep(chance.random() / 5)
+            process.kill()
+            process.join()
+        proxy.cuts = 0
+        if (bucket / "run" / "run.json").exists():
+            left = Ledger(bucket / "run")
+            assert left.last_step >= said
+            assert list(left.check()) == []
+            steps = left.column("fc/keys")[::2, 0].tolist()
+            assert steps == list(range(1, left.last_step + 1))
+    assert said > 12
 
 
 def test_a_commit_whose_answer_is_lost_is_one(bucket: ObjectPath, proxy: CuttingProxy) -> None:
