@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import Optimizer
 
 import dualform
@@ -70,6 +71,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     ),
     "tokens": (
         lambda: nn.Sequential(nn.Linear(20, 15), nn.LayerNorm(15), nn.Linear(15, 3)),
+        shaped(7, 20),
+    ),
+    "normed": (  # its rows share a matrix, but for those of the direction
+        lambda: nn.Sequential(nn.Linear(20, 15), nn.Tanh(), weight_norm(nn.Linear(15, 9))),
         shaped(7, 20),
     ),
     "conv": (
@@ -274,9 +279,13 @@ def test_a_basis_by_factors_of_what_is_no_number_is_none() -> None:
     assert basis_by_factors(directions) is None
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_reads_add_up_and_name_the_attributed_share(optimizer: str, tmp_path: Path) -> None:
-    net, data = train(tmp_path / "run", "tokens", optimizer, summaries(3, 8))
+@pytest.mark.parametrize(
+    ("optimizer", "model"), [("momentum", "tokens"), ("adamw", "tokens"), ("adamw", "normed")]
+)
+def test_reads_add_up_and_name_the_attributed_share(
+    optimizer: str, model: str, tmp_path: Path
+) -> None:
+    net, data = train(tmp_path / "run", model, optimizer, summaries(3, 8))
     run = opened(tmp_path / "run")
     for reading in run.spotlight(net, data[:2]).values():
         parts = reading.check

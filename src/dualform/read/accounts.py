@@ -15,11 +15,13 @@ from torch import Tensor
 
 from dualform.ledger import Book, Ledger, Stream
 from dualform.ledger.reader import values_by_step
+from dualform.memory.blocks import as_matrix
 from dualform.memory.forms import form_named
+from dualform.memory.summary import Bases
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import Fold, ShardRange
 from dualform.read.row_columns import RowColumns
-from dualform.read.scan import chunks
+from dualform.read.scan import chunks, row_sides, rows_total
 
 CHECKED = 8
 """At most so many steps of a book are checked."""
@@ -81,14 +83,21 @@ class EntrySum(Fold[Tensor]):
     def fold(self, partial: Tensor, shard: ShardRange) -> Tensor:
         """Adds the entries of a shard."""
         for stream in self.fed_by:
-            form, top = form_named(self.book.terms[stream.name].form), 0
+            term = self.book.terms[stream.name]
+            form, top = form_named(term.form), 0
             if not (stream.bases and stream.bases[0]):  # rows of a block, at its place
-                top = self.book.terms[stream.name].at[0]
+                top = term.at[0]
             for chunk in chunks(shard, stream):
+                if stream.shared:
+                    counts = torch.ones(len(chunk.values), dtype=torch.float64)
+                    whole = rows_total(self.book, term, row_sides(chunk, term), counts)
+                    partial += self._along_bases(shard, as_matrix(whole, term.view, term.groups))
+                    continue
                 values = chunk.values.double()
                 if not form.has_sides:
-                    place = chunk.keys[:, 0] + self.book.terms[stream.name].at[0]
-                    partial += self._outputs(shard)[place].double().T @ values
+                    outputs = self._bases(shard).outputs
+                    assert outputs is not None
+                    partial += outputs[chunk.keys[:, 0] + term.at[0]].double().T @ values
                 elif math.prod(stream.keys):
                     partial[top : top + values.shape[1]] += values.T @ chunk.keys.double()
                 else:
@@ -96,16 +105,21 @@ class EntrySum(Fold[Tensor]):
                     partial += values.sum(0).reshape(self.size)
         return partial
 
-    def _outputs(self, shard: ShardRange) -> Tensor:
-        """U of the book: a table that is read is also multiplied by, where it has one."""
-        tall = [stream for stream in self.fed_by if stream.bases and stream.bases[0]]
+    def _along_bases(self, shard: ShardRange, whole: Tensor) -> Tensor:
+        """`Uᵀ G V` of what rows add up to."""
+        bases = self._bases(shard)
+        left = whole if bases.outputs is None else bases.outputs.double().T @ whole
+        return left if bases.inputs is None else left @ bases.inputs.double()
+
+    def _bases(self, shard: ShardRange) -> Bases:
+        """Those that the entries of the steps are in; a table that is read is along V only."""
         span = (shard.first, shard.last)
-        held = [stream for stream in tall if shard.holds(stream.name)]
-        own = next(s for s in held if len(set(RowColumns(shard, s).between(*span))) == 2)
+        held = [s for s in self.fed_by if any(s.bases) and shard.holds(s.name)]
+        with_rows = [s for s in held if len(set(RowColumns(shard, s).between(*span))) == 2]
+        own = max(with_rows, key=lambda stream: stream.bases[0])
         bases = shard.bases(own)
         assert bases is not None
-        assert bases.outputs is not None
-        return bases.outputs
+        return bases
 
     def merge(self, one: Tensor, other: Tensor) -> Tensor:
         """The sum."""

@@ -44,7 +44,10 @@ class Entries:
     """Gradients of books that are summarized, in their bases, at some steps that were probed."""
 
     def keep_accounts(self, account: Evidence) -> None:
-        """Keeps what was probed of books all of whose entries are in the bases that it is in."""
+        """Keeps what was probed of books whose entries are in the bases that it is in.
+
+        Rows that share a matrix are kept as they are; a reader brings them into these bases.
+        """
         for book, (look, columns) in account.looks.items():
             fed = [feed for feed in account.feeds if book in feed.terms and feed.pieces]
             probed = torch.nonzero(account.active[:, columns.start]).flatten()
@@ -52,7 +55,8 @@ class Entries:
             probed = probed[turns.diff(prepend=turns.new_tensor([-1])) > 0]
             if not look.in_bases or not fed or not len(probed):
                 continue
-            if all(feed.stream.bases for feed in fed):
+            streams = [feed.stream for feed in fed]
+            if any(s.bases for s in streams) and all(s.bases or s.shared for s in streams):
                 assert look.vectors is not None
                 u = account.u[probed][:, columns].float()
                 shape = (len(probed), -1, look.vectors.shape[1])
@@ -156,7 +160,8 @@ def _total(
     ones = torch.ones(len(values), dtype=torch.float64, device=values.device)
     shape = matrix_shape(book.shape, term.view, term.groups)
     form = form_named(term.form)
-    if form.has_sides and not keys.shape[1:].numel():  # a whole matrix for each sample
+    is_matrix = rows.shared is None and form.has_sides and not keys.shape[1:].numel()
+    if is_matrix:  # a whole one for each sample
         whole = Matrices(values.reshape(len(values), *stream.values)).total(ones, shape)
         return from_matrix(whole, book.shape, term.view, term.groups)
     keys = keys.double() if keys.is_floating_point() else keys.long()

@@ -186,7 +186,10 @@ def _probe_shared(
             sizes.append(size)
         else:
             a, lines = _shared_lines(term, segment, M, look.rows)
-            each = (a[:, :, None] * (lines @ vectors)).flatten(1)
+            each = a[:, :, None] * (lines @ vectors)
+            if look.outputs is not None:
+                each = look.outputs.to(M).T @ each
+            each = each.flatten(1)
             probes.append(each.sum(0)[None])
             sizes.append(torch.linalg.vector_norm(each, dim=1).sum()[None])
     return torch.cat(probes), torch.cat(sizes)
