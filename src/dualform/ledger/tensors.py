@@ -199,8 +199,7 @@ class TensorFile:
     ) -> Iterator[Callable[[], None]]:
         """Calls that read an array's rows from `start` on into memory, side by side.
 
-        Each reads some bytes at once, and spends hardly any time in Python: several threads of
-        it hold each other up.
+        Each reads some bytes at once, and spends hardly any time in Python.
         """
         place, target = self.array(name), raw(rows)
         begin = place.offset + start * place.row_bytes
