@@ -319,18 +319,33 @@ def test_an_error_names_its_shard(engine: Ray, made: Made) -> None:
 
 @dataclass(frozen=True)
 class Failing(BlockSum[int]):
-    """Fails in one of its pieces."""
+    """In one of its pieces it fails; or its process is killed, once, and leaves a file."""
 
+    killed: Path | None = None
     number: int = 0
 
     def cut(self, pieces: int) -> list[Failing]:
-        return [Failing(number) for number in range(4)]
+        return [replace(self, number=number) for number in range(4)]
 
     def total(self, shards: Sequence[ShardRange]) -> int:
-        return 12 // (self.number - 2)
+        if self.number == 2:
+            if self.killed is None:
+                raise ZeroDivisionError("a number that is 0")
+            with suppress(FileExistsError):
+                self.killed.touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.number
 
     def merge(self, one: int, other: int) -> int:
         return one + other
+
+
+@pytest.mark.long
+def test_a_piece_whose_process_is_killed_is_made_again(
+    engine: Ray, made: Made, tmp_path: Path
+) -> None:
+    assert engine.sum_blocks(Failing(tmp_path / "killed"), shards_of(made)) == 6
+    assert (tmp_path / "killed").exists()
 
 
 def test_an_error_in_a_piece_names_its_shards(engine: Ray, made: Made) -> None:
