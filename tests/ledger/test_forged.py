@@ -19,6 +19,7 @@ from tests.ledger.mutations import seal_again
 from dualform.errors import CorruptError, ReadingError
 from dualform.ledger import Ledger
 from dualform.ledger.tensor_writing import write_tensors
+from dualform.read.coefficients import Accounting
 from dualform.read.engine import ShardRange
 from dualform.read.scan import chunks
 from dualform.testing import tiny_run
@@ -105,6 +106,10 @@ FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda path: put(path, "states", torch.ones(9, 1, dtype=torch.uint8)),
         "'states' has 9 lines for 6 steps",
     ),
+    "fields": (
+        lambda path: put(path, "hyper", torch.ones(6, 1, 99, dtype=torch.float64)),
+        "has 99 hyper-parameters of 4 books, and the run has others",
+    ),
     "a group": (
         lambda path: put(path, "groups", torch.full((6, 4), 99, dtype=torch.int16)),
         "in a parameter group that 'hyper' does not have",
@@ -122,6 +127,8 @@ def recorded() -> Path:
 
 def read(path: Path) -> Any:
     ledger = Ledger(path)
+    accounting = Accounting(ledger, ledger.last_step)
+    assert len(accounting.history(ledger.info.books[0]).hyper) == ledger.last_step
     shards = ShardRange.of(ledger, 1, ledger.last_step)
     return [
         len(chunk.samples)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dualform.errors import CorruptError
 from dualform.ledger import Book, Ledger
 from dualform.memory.shared import AnySides
 from dualform.memory.summary import Bases, SummarySides
@@ -219,6 +220,14 @@ class Accounting:
         parts = []
         for shard in self.ledger.step_shards:
             hyper, groups = shard.file.read_all(("hyper", "groups")).values()
+            if (hyper.shape[2], groups.shape[1]) != (
+                len(self.ledger.info.fields),
+                len(self._columns),
+            ):
+                raise CorruptError(
+                    f"'{shard.path}' has {hyper.shape[2]} hyper-parameters of {groups.shape[1]} "
+                    "books, and the run has others; restore the file from a copy of the run."
+                )
             own = groups.long().clamp_min(0)  # those of group 0 where a book has no group
             parts.append(hyper.gather(1, own[:, :, None].expand(-1, -1, hyper.shape[2])))
         fields = len(self.ledger.info.fields)
