@@ -7,7 +7,8 @@ import torch
 
 from dualform.layers.patches import patches
 from dualform.ledger import Stream
-from dualform.recording.contraction import errors_along, patch_products, summaries_of
+from dualform.recording.contraction import errors_along, summaries_of
+from dualform.recording.patch_products import patch_products
 
 SAMPLES, HEIGHT, WIDTH = 3, 6, 10
 CONV = {

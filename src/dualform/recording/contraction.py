@@ -7,19 +7,11 @@ are taken along V row by row. The first is cheaper where a sample has many rows.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from dualform.layers.patches import convolved, errors_at_inputs, filter_gradients, patches
+from dualform.layers.patches import convolved, filter_gradients
 from dualform.ledger import Stream
-
-Products: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Of keys and values: errors along U, (samples, rows, k_o), and summaries."""
 
 
 def errors_along(
@@ -52,7 +44,7 @@ def summaries_of(
     [[[6.0]], [[6.0]]]
     """
     samples, rows, outputs = errors.shape
-    first = V is None or _is_cheaper_first(rows, outputs, *V.shape)
+    first = V is None or is_cheaper_first(rows, outputs, *V.shape)
     if stream.layout:
         return _of_patches(stream, keys, errors, V, first)
     width = keys.shape[-1]
@@ -62,8 +54,12 @@ def summaries_of(
     return errors.mT @ (keys.reshape(-1, len(V)) @ V).view(samples, rows, -1)
 
 
-def _is_cheaper_first(rows: int, outputs: int, width: int, inputs: int) -> bool:
-    """Whether errors times whole inputs, then along V, take fewer products."""
+def is_cheaper_first(rows: int, outputs: int, width: int, inputs: int) -> bool:
+    """Whether errors times whole inputs, then along V, take fewer products.
+
+    >>> is_cheaper_first(1, 8, 64, 16), is_cheaper_first(1000, 8, 64, 16)
+    (False, True)
+    """
     return outputs * width * (rows + inputs) < rows * inputs * (width + outputs)
 
 
@@ -80,75 +76,3 @@ def _of_patches(
     if len(records) > samples:
         found = found.view(samples, -1, *found.shape[1:]).sum(1)
     return found if V is None or not first else found @ V
-
-
-def patch_products(
-    stream: Stream, keys: Tensor, values: Tensor, U: Tensor | None, V: Tensor | None, samples: int
-) -> Products | None:
-    """What makes summaries of a convolution with keys and values like these, in few calls of torch.
-
-    On a GPU a step of a convolutional network waits for the interpreter, and so for the number of
-    calls. None where samples have several records, or `summaries_of` has to look closer.
-    """
-    layout = stream.layout
-    if U is None or V is None or not layout or "stuffing" in layout or layout["groups"] > 1:
-        return None
-    if len(keys) != samples or len(values) != samples:
-        return None
-    inputs, (channels, *before) = stream.keys, stream.keys
-    places = math.prod(stream.values[1:])
-    first = _is_cheaper_first(places, U.shape[1], *V.shape)
-    onto = U.T.contiguous().expand(samples, -1, -1)
-    pointwise = all(size == 1 for size in layout["kernel"]) and not _pads(layout)
-    every: list[Any] = [slice(None, None, stride) for stride in layout["stride"]]
-    strided = any(stride > 1 for stride in layout["stride"])
-
-    def at_places(keys: Tensor) -> Tensor:
-        """(samples, channels, positions): what a convolution of kernel 1 reads."""
-        x = keys.reshape(samples, *inputs) if strided else keys
-        return (x[(..., *every)] if strided else x).reshape(samples, channels, -1)
-
-    if pointwise:
-        along = V.T.contiguous().expand(samples, -1, -1)
-
-        def summarize(errors: Tensor, keys: Tensor) -> Tensor:
-            x = at_places(keys)
-            if first:
-                return torch.bmm(errors, x.mT) @ V
-            return torch.bmm(errors, torch.bmm(along, x).mT)
-
-    elif not first:
-        kernel = V.T.reshape(-1, channels, *layout["kernel"]).contiguous()
-        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(before) - 1]
-        around = [pair[0] for pair in layout["padding"]]
-        if any(pair[0] != pair[1] for pair in layout["padding"]):
-            return None
-
-        def summarize(errors: Tensor, keys: Tensor) -> Tensor:
-            x = keys.reshape(samples, *inputs)
-            seen = convolve(x, kernel, None, layout["stride"], around, layout["dilation"])
-            return torch.bmm(errors, seen.flatten(2).mT)
-
-    elif channels * places < U.shape[1] * math.prod(before):
-
-        def summarize(errors: Tensor, keys: Tensor) -> Tensor:
-            return torch.bmm(errors, patches(stream, keys)) @ V
-
-    else:
-        # Offsets in a patch are counted from the last, and channels go last.
-        turned = V.view(channels, -1, V.shape[1]).flip(1).transpose(0, 1).reshape(V.shape)
-
-        def summarize(errors: Tensor, keys: Tensor) -> Tensor:
-            seen = errors_at_inputs(stream, errors)
-            found = torch.bmm(seen, keys.reshape(samples, channels, -1).mT)
-            return found.view(samples, errors.shape[1], -1) @ turned
-
-    def products(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        errors = torch.bmm(onto, values.reshape(samples, len(U), -1))
-        return errors.mT, summarize(errors, keys)
-
-    return products
-
-
-def _pads(layout: Any) -> bool:
-    return any(number for pair in layout["padding"] for number in pair)

@@ -16,8 +16,9 @@ from torch import Tensor
 from dualform.ledger import Stream, Term
 from dualform.memory.summary import Bases
 from dualform.recording.bases import BookBases
-from dualform.recording.contraction import Products, errors_along, patch_products, summaries_of
+from dualform.recording.contraction import errors_along, summaries_of
 from dualform.recording.pages import Order
+from dualform.recording.patch_products import Products, patch_products
 
 ALIGNED, WIDE = 16, 4096
 """Where rows of at least so many numbers do not begin at multiples of so many bytes, see `aligned`.
