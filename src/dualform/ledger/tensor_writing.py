@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -65,17 +66,10 @@ def write_tensors(path: Path, arrays: Mapping[str, Sequence[Array]]) -> tuple[in
     chunks = [_header(arrays), *map(raw, known)]
     if isinstance(path, ObjectPath):
         return path.put_new(chunks), _checksum(chunks)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
+    with _new_file(path) as descriptor:
         for chunk in chunks:
             _write_all(descriptor, chunk)
         checksum = _sync_and_sum(descriptor, chunks)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(descriptor)
-    sync_folder(path.parent)
     return sum(map(len, chunks)), checksum
 
 
@@ -84,19 +78,26 @@ def _write_awaited(path: Path, arrays: Mapping[str, Sequence[Array]]) -> tuple[i
     if isinstance(path, ObjectPath):
         return _put_awaited(path, arrays)
     length, checksum = 0, 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
+    with _new_file(path) as descriptor:
         for chunk in _chunks(arrays):
             _write_all(descriptor, chunk)
             length, checksum = length + len(chunk), zlib_ng.crc32(chunk, checksum)
         os.fsync(descriptor)
+    return length, int(checksum)
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[int]:
+    """A file that did not exist, to be written; removed again if that fails."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        yield descriptor
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)
     sync_folder(path.parent)
-    return length, int(checksum)
 
 
 def _put_awaited(path: ObjectPath, arrays: Mapping[str, Sequence[Array]]) -> tuple[int, int]:
