@@ -377,12 +377,12 @@ def test_the_largest_rows_are_found(rows: int, queries: int, k: int, chunk: int,
         index = torch.arange(start, start + len(part))
         rows = SimpleNamespace(keys=part, samples=index, steps=index, positions=index)
         largest.add(part, cast(Chunk, rows))
-    found = largest.result()
+    sizes, places = largest.result()
     for query in range(queries):
-        mine = found[found[:, 0] == query]
+        mine = places[:, 0] == query
         order = values[:, query].abs().argsort(descending=True)[:k]
-        assert mine[:, 2].tolist() == order.tolist()
-        assert torch.equal(mine[:, 1].float(), values[order, query])
+        assert places[mine, 1].tolist() == order.tolist()
+        assert torch.equal(sizes[mine].float(), values[order, query])
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW], ids=["SGD", "AdamW"])

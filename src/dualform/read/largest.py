@@ -20,8 +20,9 @@ class Largest:
     def __init__(self, k: int, queries: int, device: torch.device | str = "cpu") -> None:
         self._k, self._queries = k, queries
         self._floor = torch.zeros(queries, dtype=torch.float64, device=device)
-        self._kept = torch.zeros(0, 5, dtype=torch.float64, device=device)
-        """One row each: query, value, stored id of the sample, step, position."""
+        self._values = torch.zeros(0, dtype=torch.float64, device=device)
+        self._places = torch.zeros(0, 4, dtype=torch.long, device=device)
+        """Of each value: query, stored id of the sample, step, position."""
         self._is_full = False
         """Whether every query has k rows, of which the smallest is its floor."""
 
@@ -35,37 +36,40 @@ class Largest:
         at, query = torch.nonzero(sizes > floor, as_tuple=True)
         if not len(at):
             return
-        columns = [chunk.samples[at], chunk.steps[at], chunk.positions[at]]
-        found = [query, contributions[at, query], *columns]
-        self._kept = torch.cat([self._kept, torch.stack([f.double() for f in found], 1)])
-        enough = self._k * self._queries
-        if len(self._kept) > 4 * enough or (len(self._kept) >= enough and not self._is_full):
+        places = [query, chunk.samples[at], chunk.steps[at], chunk.positions[at]]
+        self._take(contributions[at, query].double(), torch.stack(places, 1))
+        held, enough = len(self._values), self._k * self._queries
+        if held > 4 * enough or (held >= enough and not self._is_full):
             self._prune()
 
     def joined(self, other: Largest) -> Largest:
         """With the rows that were found elsewhere."""
-        self._kept = torch.cat([self._kept, other._kept])
+        self._take(other._values, other._places)
         self._prune()
         return self
 
-    def result(self) -> Tensor:
-        """(found, 5): query, value, stored id, step, position; by query, largest first."""
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Values, and (found, 4): query, stored id, step, position; by query, largest first."""
         self._prune()
-        return self._kept.cpu()
+        return self._values.cpu(), self._places.cpu()
 
     def __getstate__(self) -> dict[str, Any]:
         """Where it is sent elsewhere: no more than k rows of each query."""
         self._prune()
         return vars(self)
 
+    def _take(self, values: Tensor, places: Tensor) -> None:
+        self._values = torch.cat([self._values, values])
+        self._places = torch.cat([self._places, places])
+
     def _prune(self) -> None:
-        order = torch.argsort(self._kept[:, 1].abs(), descending=True, stable=True)
-        order = order[torch.argsort(self._kept[order, 0], stable=True)]
-        kept = self._kept[order]
-        counts = torch.bincount(kept[:, 0].long(), minlength=self._queries)
+        order = torch.argsort(self._values.abs(), descending=True, stable=True)
+        order = order[torch.argsort(self._places[order, 0], stable=True)]
+        values, places = self._values[order], self._places[order]
+        counts = torch.bincount(places[:, 0], minlength=self._queries)
         begins = (counts.cumsum(0) - counts).repeat_interleave(counts)
-        rank = torch.arange(len(kept), device=kept.device) - begins
+        rank = torch.arange(len(values), device=values.device) - begins
         full = counts >= self._k
-        last = kept[rank == self._k - 1][:, 1].abs()
-        self._floor[full] = last
-        self._kept, self._is_full = kept[rank < self._k], bool(full.all())
+        self._floor[full] = values[rank == self._k - 1].abs()
+        self._values, self._places = values[rank < self._k], places[rank < self._k]
+        self._is_full = bool(full.all())

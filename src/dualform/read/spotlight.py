@@ -147,11 +147,12 @@ class Reading(Displayed):
         """The k rows that contribute most in size, of either sign, with step and position."""
         if k < 1:
             raise ReadingError(f"k={k}: ask for at least one row.")
-        largest = LargestRows(self._rows.asked, k=k).over(self.source.accounting).result()
-        query, value, sample, step, position = largest.T
-        places = torch.searchsorted(self.source.numbers, sample.long())
-        whole = (column.long().tolist() for column in (query, places, step, position))
-        rows = zip(*whole, value.tolist(), strict=True)
+        largest = LargestRows(self._rows.asked, k=k).over(self.source.accounting)
+        values, places = largest.result()
+        query, sample, step, position = places.T
+        found = torch.searchsorted(self.source.numbers, sample.contiguous())
+        whole = (column.tolist() for column in (query, found, step, position, values))
+        rows = zip(*whole, strict=True)
         return Ranking([self._ranked(*row) for row in rows], "rows")
 
     def memory(self) -> Memory:

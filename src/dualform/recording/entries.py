@@ -160,8 +160,7 @@ def _total(
     ones = torch.ones(len(values), dtype=torch.float64, device=values.device)
     shape = matrix_shape(book.shape, term.view, term.groups)
     form = form_named(term.form)
-    is_matrix = rows.shared is None and form.has_sides and not keys.shape[1:].numel()
-    if is_matrix:  # a whole one for each sample
+    if stream.bases and form.has_sides and not math.prod(stream.keys):  # a matrix for each sample
         whole = Matrices(values.reshape(len(values), *stream.values)).total(ones, shape)
         return from_matrix(whole, book.shape, term.view, term.groups)
     keys = keys.double() if keys.is_floating_point() else keys.long()

@@ -49,6 +49,7 @@ def use_of(
 ) -> Seen | None:
     """The call of a plain layer that has just been made.
 
+    >>> import torch
     >>> layer, x = nn.Conv1d(1, 1, 2), torch.zeros(3, 1, 4)
     >>> find = Finder(dict(layer.named_parameters()))
     >>> sorted(use_of(find, layer, layer.weight, layer.bias, x, layer(x)).site.terms)
