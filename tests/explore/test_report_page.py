@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Locator, expect
-from tests.explore.visits import Visit, eventually, serving, visiting
+from tests.explore.visits import BUSY, Visit, eventually, serving, visiting
 
 from dualform.explore import Exhibit, Explorer, write_report
 from dualform.read.progress import watched
@@ -121,13 +121,16 @@ def try_choices(visit: Visit, state: str, every: bool = False) -> int:
     """Chooses what a state offers, one after the other, of what is alike a few; gives how many."""
     visit.settle(state)
     expect(visit.at("error")).to_have_count(0)
-    controls = visit.page.locator(CHOICES)
-    chosen = range(controls.count()) if every else controls.evaluate_all(ALIKE)
+    controls, busy = visit.page.locator(CHOICES), visit.page.locator(BUSY)
+    count = controls.count()
+    chosen = range(count) if every else controls.evaluate_all(ALIKE)
     for at in chosen:
-        control = visit.page.locator(CHOICES).nth(at)
+        expect(busy).to_have_count(0)  # it is drawn again, and a place in it means the same
+        expect(controls).to_have_count(count)
+        control = controls.nth(at)
         name = control.evaluate("one => one.outerHTML")[:200]
         choose(control)
-        expect(visit.page.locator("[aria-busy=true], [data-testid=progress]")).to_have_count(0)
+        expect(busy).to_have_count(0)
         assert visit.at("error").count() == 0, name
         visit.go(state)
     return len(chosen)

@@ -19,6 +19,8 @@ from dualform.explore import Explorer
 from dualform.explore.server import make_app
 
 AXE = Path(__file__).parents[2] / "frontend/node_modules/axe-core/axe.min.js"
+BUSY = "[aria-busy=true], [data-testid=progress]"
+"""What a page shows while it is not answered yet."""
 PATIENCE = 15.0
 """Seconds that an answer may take on a busy machine."""
 
@@ -41,7 +43,7 @@ class Visit:
         self.page.goto("about:blank")
         self.go(hash)
         self.page.locator("main").wait_for()
-        expect(self.page.locator("[aria-busy=true], [data-testid=progress]")).to_have_count(0)
+        expect(self.page.locator(BUSY)).to_have_count(0)
 
     def at(self, name: str) -> Locator:
         """The part with this test hook; frontend/README.md lists them."""

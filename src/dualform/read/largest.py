@@ -20,7 +20,7 @@ class Largest:
     def __init__(self, k: int, queries: int, device: torch.device | str = "cpu") -> None:
         self._k, self._queries = k, queries
         self._floor = torch.zeros(queries, dtype=torch.float64, device=device)
-        self._values = torch.zeros(0, dtype=torch.float64, device=device)
+        self._amounts = torch.zeros(0, dtype=torch.float64, device=device)
         self._places = torch.zeros(0, 4, dtype=torch.long, device=device)
         """Of each value: query, stored id of the sample, step, position."""
         self._is_full = False
@@ -38,20 +38,20 @@ class Largest:
             return
         places = [query, chunk.samples[at], chunk.steps[at], chunk.positions[at]]
         self._take(contributions[at, query].double(), torch.stack(places, 1))
-        held, enough = len(self._values), self._k * self._queries
+        held, enough = len(self._amounts), self._k * self._queries
         if held > 4 * enough or (held >= enough and not self._is_full):
             self._prune()
 
     def joined(self, other: Largest) -> Largest:
         """With the rows that were found elsewhere."""
-        self._take(other._values, other._places)
+        self._take(other._amounts, other._places)
         self._prune()
         return self
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Values, and (found, 4): query, stored id, step, position; by query, largest first."""
         self._prune()
-        return self._values.cpu(), self._places.cpu()
+        return self._amounts.cpu(), self._places.cpu()
 
     def __getstate__(self) -> dict[str, Any]:
         """Where it is sent elsewhere: no more than k rows of each query."""
@@ -59,17 +59,17 @@ class Largest:
         return vars(self)
 
     def _take(self, values: Tensor, places: Tensor) -> None:
-        self._values = torch.cat([self._values, values])
+        self._amounts = torch.cat([self._amounts, values])
         self._places = torch.cat([self._places, places])
 
     def _prune(self) -> None:
-        order = torch.argsort(self._values.abs(), descending=True, stable=True)
+        order = torch.argsort(self._amounts.abs(), descending=True, stable=True)
         order = order[torch.argsort(self._places[order, 0], stable=True)]
-        values, places = self._values[order], self._places[order]
+        values, places = self._amounts[order], self._places[order]
         counts = torch.bincount(places[:, 0], minlength=self._queries)
         begins = (counts.cumsum(0) - counts).repeat_interleave(counts)
         rank = torch.arange(len(values), device=values.device) - begins
         full = counts >= self._k
         self._floor[full] = values[rank == self._k - 1].abs()
-        self._values, self._places = values[rank < self._k], places[rank < self._k]
+        self._amounts, self._places = values[rank < self._k], places[rank < self._k]
         self._is_full = bool(full.all())
