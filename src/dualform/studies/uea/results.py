@@ -171,7 +171,8 @@ def draw(results: UeaResults, out: Path) -> tuple[Picture, ...]:
             draw_differences(axes, results.comparison(name, protocol), color, protocol, shift)
         clean_axes(axes, name, "accuracy − softmax's, same seed, points", grid=True)
     handles = grid[0][0].get_legend_handles_labels()
-    figure.legend(*handles, frameon=False, fontsize=9, loc="outside lower center", ncols=3)
+    columns = 3 if count > 1 else 1
+    figure.legend(*handles, frameon=False, fontsize=9, loc="outside lower center", ncols=columns)
     figure.savefig(out / "differences.png", dpi=110, facecolor="white")
     plt.close(figure)
     caption = "Differences to softmax by protocol, with 95 % intervals over seeds."
