@@ -101,15 +101,15 @@ class Bookkeeper:
                 events += self._unaccounted(steps, evidence, found, handover, accounts)
             remark = self._batch_sizes.remark(steps, evidence, found)
             remarks = (remark,) if remark else ()
-            for at, account in enumerate(evidence):
+            for account, factor in zip(evidence, found.unbind(1), strict=True):
                 books = list(account.looks)
                 if self._broken.isdisjoint(books) or error is not None:
-                    factors[:, [columns[book] for book in books]] = found[:, at, None]
+                    factors[:, [columns[book] for book in books]] = factor[:, None]
                 else:
                     events += self._break(dict.fromkeys(books, steps[0].number), UNEXPLAINED)
-                    evidence[at] = replace(account, feeds=[])
-                entries.add(evidence[at])
-                entries.keep_accounts(evidence[at])
+                    account = replace(account, feeds=[])
+                entries.add(account)
+                entries.keep_accounts(account)
         kept = {**entries.arrays, **entries.residual_arrays(), **entries.accounts}
         arrays = {name: [to_host(part) for part in parts] for name, parts in kept.items()}
         self._observed = {name for name, at in columns.items() if steps[-1].states[at] == OBSERVED}
