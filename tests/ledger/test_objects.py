@@ -174,13 +174,18 @@ def test_what_was_replaced_is_not_mixed(bucket: ObjectPath) -> None:
 
 
 def test_credentials_that_are_missing_are_named(
-    bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch
+    bucket: ObjectPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")  # no machine of Amazon's
     with pytest.raises(LedgerError, match=r"there are none.*AWS_ACCESS_KEY_ID and AWS_SECRET"):
         dualform.open(str(bucket))
+    monkeypatch.setenv("HOME", str(tmp_path))  # nobody is logged in
+    for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP"):  # no machine of Google's
+        monkeypatch.setenv(name, "127.0.0.1:9")
+    with pytest.raises(LedgerError, match=r"there are none.*GOOGLE_APPLICATION_CREDENTIALS\."):
+        dualform.open("gs://runs/digits")
 
 
 class TestBucket(LedgerContract):

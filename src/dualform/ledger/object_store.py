@@ -35,9 +35,9 @@ SETTINGS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
 """The kinds of stores, and the environment variables that say how they are reached."""
-
-
-MACHINE = ("/latest/api/token", "/latest/meta-data", "metadata.google.internal")
+ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "gs": "GOOGLE_BASE_URL"}
+"""The variables that name another server than the provider's."""
+MACHINE = ("/latest/api/token", "/latest/meta-data", "/computeMetadata/")
 """Where credentials are asked for last: the machine's own, which others than providers' lack."""
 
 
@@ -80,11 +80,11 @@ class ObjectStore:
                 "pip install 'dualform[cloud]'."
             ) from error
         self._requests: Any = obstore
-        at_once = settings.get("AWS_ENDPOINT_URL", "").startswith("http://")
+        plain = settings.get(ENDPOINTS[scheme], "").startswith("http://")
         second = timedelta(seconds=1)
         self._store: Any = obstore.store.from_url(
             self.url,
-            client_options={"timeout": "60s", "connect_timeout": "5s", "allow_http": at_once},
+            client_options={"timeout": "60s", "connect_timeout": "5s", "allow_http": plain},
             retry_config={
                 "max_retries": 3,
                 "retry_timeout": 30 * second,
@@ -233,9 +233,8 @@ class ObjectStore:
         )
 
     def _where(self) -> str:
-        endpoint = os.environ.get("AWS_ENDPOINT_URL")
-        ours = self._scheme == "s3" and endpoint
-        return f"at {endpoint}" if ours else f"at the provider of {self._scheme}://"
+        endpoint = os.environ.get(ENDPOINTS[self._scheme])
+        return f"at {endpoint}" if endpoint else f"at the provider of {self._scheme}://"
 
 
 def _found(meta: Mapping[str, Any]) -> FoundObject:
