@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import dualform
 from dualform.errors import RecordingWarning
+from dualform.optimizers import rule_for
 from dualform.recording import spot_checks
 from dualform.recording.bookkeeping import OUTSIDE
 from dualform.recording.observer import FORGOTTEN
@@ -264,3 +266,30 @@ def test_a_copy_that_cannot_be_stepped_is_told_once(
     audit = dualform.open(tmp_path / "run").audit()
     assert (audit.step, audit.coverage) == (5, 1.0)
     assert audit.remainder <= 1e-12
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_hand_over_at_once_has_the_copies_of_a_check(at_once: bool) -> None:
+    """They are held once; what is changed after the step is noticed all the same."""
+    weight = nn.Parameter(torch.zeros(5, 17))
+    optimizer = SGD([weight], lr=1.0)
+    checks = spot_checks.SpotChecks({"w": weight}, optimizer, rule_for(optimizer))
+    weight.grad = torch.ones(5, 17)
+    checks.before_step(["w"])
+    optimizer.step()
+    assert not bool(checks.after_step()[WITHIN]["w"])
+    if not at_once:
+        weight.data[2, 3] += 1
+    copy = weight.detach().clone()
+    before = _alive(weight.shape)
+    checks.handed_over({"w": copy}, at_once)
+    assert before - _alive(weight.shape) == int(at_once)
+    if at_once:
+        weight.data[2, 3] += 1
+    checks.before_step(["w"])
+    optimizer.step()
+    assert bool(checks.after_step()[OUTSIDE]["w"])
+
+
+def _alive(shape: torch.Size) -> int:
+    return sum(type(each) is torch.Tensor and each.shape == shape for each in gc.get_objects())

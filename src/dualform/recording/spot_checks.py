@@ -108,9 +108,15 @@ class SpotChecks:
         problem, self.problem = self.problem, ""
         return problem
 
-    def handed_over(self, weights: Mapping[str, Tensor]) -> None:
-        """Takes down copies of the weights, made after the last step; they are not changed."""
-        self._left = {name: AfterStep(copy) for name, copy in weights.items()} | self._left
+    def handed_over(self, weights: Mapping[str, Tensor], at_once: bool = False) -> None:
+        """Takes down copies of the weights, made after the last step; they are not changed.
+
+        If made `at_once`, they are what the step left, and take the place of its own copies.
+        """
+        own, self._left = self._left, {name: AfterStep(copy) for name, copy in weights.items()}
+        for name, left in own.items():
+            copy = weights[name] if at_once and name in weights else left.weight
+            self._left[name] = AfterStep(copy, left.memory)
 
     def after_step(self) -> dict[str, dict[str, Tensor]]:
         """What was found: for each reason and parameter, whether something else changed it."""

@@ -191,7 +191,7 @@ class StepRecorder:
         if stages.watch.is_learning:
             self._capture()
         if stages.schedule.due and not stages.observer.states.shared:
-            self.hand_over(*stages.schedule.due)
+            self.hand_over(*stages.schedule.due, at_once=True)
         if stages.watch.automatic.is_open:
             self._tell_of_summaries()
         if step.notes:
@@ -250,8 +250,18 @@ class StepRecorder:
         self.stages.delivery.wait()
         self._marked = (self.step, now)
 
-    def hand_over(self, flush: bool, mark: str = "", last: bool = False, keep: bool = True) -> None:
-        """Gives the steps so far to the writer's thread, with the weights where they are due."""
+    def hand_over(
+        self,
+        flush: bool,
+        mark: str = "",
+        last: bool = False,
+        keep: bool = True,
+        at_once: bool = False,
+    ) -> None:
+        """Gives the steps so far to the writer's thread, with the weights where they are due.
+
+        `at_once` says that nothing has happened since the last step.
+        """
         watch, observer, snapshots = self.stages.watch, self.stages.observer, self.stages.snapshots
         meeting = self.stages.meeting
         due = self.stages.schedule.hand_over(self._size, flush, bool(mark), snapshots.nbytes)
@@ -260,7 +270,7 @@ class StepRecorder:
         steps, self._steps, self._bytes = tuple(self._steps), [], 0
         pages, refused = meeting.pages(watch.rows.take()), dict(watch.owners.refused)
         span, now = observer.hand_over()
-        self.stages.spot_checks.handed_over(span.after)
+        self.stages.spot_checks.handed_over(span.after, at_once)
         handover = Handover(
             steps, pages, refused, span, now, self.step, flush, weights, mark or "flush", last
         )
