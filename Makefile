@@ -11,6 +11,9 @@ CORE := $(addprefix tests/, test_private.py layers ledger/test_ledger.py ledger/
 	$(addprefix read/, test_read.py test_audit.py test_explain.py) \
 	$(addprefix laws/, test_balance.py test_identical.py test_attribution.py))
 
+# Tests start many processes: each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-long test-lowest check format frontend browser screenshots bench peers clean
 
 demo: frontend

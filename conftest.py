@@ -1,5 +1,6 @@
 """What all tests share: one thread, the same numbers, no adapter without its package."""
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -13,6 +14,8 @@ collect_ignore = [] if find_spec("quanda") else ["src/dualform/evaluate/quanda.p
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)  # tests run side by side; threads of each would wait for the others
+
+gc.disable()  # until all tests are found, whose million objects stay as long as the process
 
 settings.register_profile("same", derandomize=True, deadline=None)  # on a busy machine, too
 settings.load_profile("same")
@@ -48,6 +51,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = group_of(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What is there by now is left out when garbage is looked for: a second each time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """What was left out is freed, or extension modules write at exit what they think has leaked."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)
