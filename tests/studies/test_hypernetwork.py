@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 from collections.abc import Iterator
@@ -26,11 +27,12 @@ from dualform.studies.hypernetwork.measure import (
     probe,
 )
 from dualform.studies.hypernetwork.network import LAYERS, RuleReader
-from dualform.studies.hypernetwork.problems import ahead, problems_of
+from dualform.studies.hypernetwork.problems import ahead, problems_of, training_batches
 from dualform.studies.hypernetwork.raven import RULES, Raven
 from dualform.studies.hypernetwork.results import HypernetworkResults, TaskResults
 from dualform.studies.hypernetwork.study import parts_of
-from dualform.studies.hypernetwork.training import train
+from dualform.studies.hypernetwork.together import TrainedTogether, make_network
+from dualform.studies.hypernetwork.training import ReplayedPasses, StackedNetworks, train
 from dualform.studies.parts import Found
 from dualform.studies.report import Report, read_tables
 
@@ -97,11 +99,99 @@ def test_training_teaches_functions() -> None:
     model = RuleReader(task.shape, "HYLA", 16, 4, 1, places=False)
     problems = problems_of(task, "test", 500)
     before = task.score(*answered(model, problems, "cpu"))
-    loss = train(model, task, training, 0, "cpu")
+    [loss] = train({"HYLA": [model]}, [task], training, "cpu")["HYLA"]
     after = task.score(*answered(model, problems, "cpu"))
     assert before < 0.1  # which is 0 for who always tells the mean
     assert after > 0.3
     assert loss < 0.05
+
+
+def trained_in_a_loop(
+    model: RuleReader, task: FuzzyLogic, training: TrainingSetting[FuzzyLogic]
+) -> list[float]:
+    """Training as torch's own pieces do it, one network by itself; the losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate, weight_decay=training.decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, training.rate, total_steps=training.steps, pct_start=0.1
+    )
+    losses = []
+    for given in training_batches(task, task.seed, training.batch, training.steps):
+        optimizer.zero_grad()
+        loss = task.loss(model(given.x), given.y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture
+def by_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("by_float64")
+def test_networks_that_are_trained_together_become_what_each_becomes_alone() -> None:
+    """Some gradients are clipped, so that clipping a seed's by another's would show."""
+    layers = ("softmax", "linear, RMS", "HYLA")
+    training = replace(TINY.fuzzy_logic, steps=20, rate=1e-2)
+    tasks = [replace(training.task, seed=seed) for seed in (0, 1)]
+    networks = {layer: [make_network(training, layer, seed) for seed in (0, 1)] for layer in layers}
+    alone = copy.deepcopy(networks)
+    for one in (networks["HYLA"][1], alone["HYLA"][1]):
+        one.leave.weight.data *= 30
+    losses = train(networks, tasks, training, "cpu")
+    for layer in layers:
+        for task, one, other, loss in zip(
+            tasks, networks[layer], alone[layer], losses[layer], strict=True
+        ):
+            expected = trained_in_a_loop(other, task, training)
+            assert loss == pytest.approx(sum(expected[-2:]) / 2, abs=1e-10)
+            for part, wanted in zip(one.parameters(), other.parameters(), strict=True):
+                assert torch.allclose(part, wanted, atol=1e-8), layer
+
+
+def test_who_asks_first_has_all_networks_trained(tmp_path: Path) -> None:
+    training = replace(TINY.fuzzy_logic, layers=("softmax", "HYLA"))
+    kept = TrainedTogether(tmp_path, training, seeds=2, device="cpu")
+    model, alone = (make_network(training, "HYLA", 1) for _ in range(2))
+    loss = kept.load(model, "HYLA", 1)
+    task = replace(training.task, seed=1)
+    assert [loss] == pytest.approx(train({"HYLA": [alone]}, [task], training, "cpu")["HYLA"])
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    files = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
+    assert len(files) == 4
+    (tmp_path / "fuzzy_logic-softmax-seed-0.safetensors").unlink()
+    more = replace(kept, seeds=3)
+    more.load(make_network(training, "HYLA", 2), "HYLA", 2)
+    after = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.safetensors")}
+    assert len(after) == 6
+    again = {file.name for file in files if after[file] != files[file]}
+    assert again == {f"fuzzy_logic-{layer}-seed-0.safetensors" for layer in ("softmax", "HYLA")}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_replayed_passes_are_those_of_each_batch() -> None:
+    networks = {
+        layer: [make_network(TINY.raven, layer, seed, "cuda") for seed in (0, 1)]
+        for layer in ("softmax", "HYLA")
+    }
+    stacked = StackedNetworks(networks, TINY.raven.task)
+    drawn = [*training_batches(TINY.raven.task, 0, 4, 4, "cuda")]
+    x, y = (
+        torch.stack([getattr(one, name) for one in drawn]).view(2, 2, 4, *rest)
+        for name, rest in (("x", (18, 8)), ("y", (2,)))
+    )
+    replayed = ReplayedPasses(stacked, x[0], y[0])
+    for one, other in zip(x, y, strict=True):
+        losses = replayed.set_gradients(one, other).clone()
+        gradients = stacked.weights.grad.clone()
+        assert torch.allclose(losses, stacked.set_gradients(one, other), atol=1e-5)
+        assert torch.allclose(gradients, stacked.weights.grad, atol=1e-5)
 
 
 def test_problems_that_are_drawn_ahead_are_the_same() -> None:
@@ -215,10 +305,11 @@ def test_the_command_runs(found: tuple[Report, Path]) -> None:
     assert json.loads(result.output)["findings"] == list(report.findings)
 
 
-def test_parts_can_be_sent_to_workers() -> None:
-    sent = pickle.loads(pickle.dumps(parts_of(TINY, 1, "cpu")))
+def test_parts_can_be_sent_to_workers(tmp_path: Path) -> None:
+    parts = parts_of(TINY, 1, "cpu", tmp_path)
+    sent = pickle.loads(pickle.dumps(parts))
     name = "fuzzy_logic softmax seed 0"
-    assert sent[name]() == parts_of(TINY, 1, "cpu")[name]()
+    assert sent[name]() == parts[name]()
 
 
 def test_one_task_is_a_study_too(found: tuple[Report, Path]) -> None:

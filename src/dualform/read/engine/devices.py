@@ -55,11 +55,29 @@ def exact_products() -> Iterator[None]:
     ...     torch.backends.cuda.matmul.allow_tf32
     False
     """
+    with _products("ieee", False):
+        yield
+
+
+@contextmanager
+def rounded_products() -> Iterator[None]:
+    """A GPU multiplies float32 matrices by the first 10 binary digits of each number: TF32.
+
+    >>> with rounded_products():
+    ...     torch.backends.cuda.matmul.allow_tf32
+    True
+    """
+    with _products("tf32", True):
+        yield
+
+
+@contextmanager
+def _products(precision: str, rounded: bool) -> Iterator[None]:
     products = torch.backends.cuda.matmul
     by_name = hasattr(products, "fp32_precision")  # from torch 2.9 on; the other may then raise
-    name, exact = ("fp32_precision", "ieee") if by_name else ("allow_tf32", False)
+    name, wanted = ("fp32_precision", precision) if by_name else ("allow_tf32", rounded)
     before = getattr(products, name)
-    setattr(products, name, exact)
+    setattr(products, name, wanted)
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from dualform.studies.hypernetwork.problems import (
 )
 from dualform.studies.hypernetwork.raven import MOST_FEATURES, RULES, Raven
 from dualform.studies.hypernetwork.setting import HypernetworkSetting, TrainingSetting
+from dualform.studies.hypernetwork.together import TrainedTogether, make_network, task_of
 from dualform.studies.hypernetwork.training import train
 from dualform.studies.parts import Found
 
@@ -29,20 +29,28 @@ COUNTED = 4000
 
 
 def measure_network(
-    setting: HypernetworkSetting, training: TrainingSetting[Any], layer: str, seed: int, device: str
+    setting: HypernetworkSetting,
+    training: TrainingSetting[Any],
+    layer: str,
+    seed: int,
+    device: str,
+    together: TrainedTogether | None = None,
 ) -> Found:
-    """Trains a network, and says how right it is on each part, and what its codes tell.
+    """How right a trained network is on each part, and what its codes tell.
 
     Every seed has its own held-out rules, training problems, test problems and first weights; with
     one seed, all layers have the same.
+
+    Args:
+        together: who trains it with others. By default it is trained here, alone.
     """
-    task = replace(training.task, seed=seed)
-    torch.manual_seed(seed)
-    model = RuleReader(
-        task.shape, layer, training.width, training.heads, training.depth, task.has_places
-    ).to(device)
+    task = task_of(training, seed)
+    model = make_network(training, layer, seed, device)
     untrained = probe(model, task, setting.probed, device)
-    loss = train(model, task, training, seed, device)
+    if together is None:
+        [loss] = train({layer: [model]}, [task], training, device)[layer]
+    else:
+        loss = together.load(model, layer, seed)
     scores = {
         part: task.score(*answered(model, problems_of(task, part, setting.tests), device))
         for part in task.parts[1:]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, TypeVar
 
 import torch
@@ -51,7 +52,7 @@ class Problems:
         return Problems(self.x.to(device), self.y.to(device), self.rules.to(device))
 
 
-class Task(Protocol):
+class Task(Hashable, Protocol):
     """Where problems come from."""
 
     @property
@@ -111,8 +112,12 @@ def require_part(task: Task, part: str) -> None:
         raise EvaluationError(f"part='{part}' is not in {task.name}; it has {known}.")
 
 
+@lru_cache(maxsize=8)
 def problems_of(task: Task, part: str, count: int) -> Problems:
-    """The problems that every network is tested on: those of a stream of the task and the part."""
+    """The problems that every network is tested on: those of a stream of the task and the part.
+
+    They are kept, for the next networks of a seed are tested on them too.
+    """
     require_part(task, part)
     return task.draw(part, count, random_stream(task.seed, f"test {part}"))
 

@@ -7,12 +7,15 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from dualform.studies.hypernetwork.findings import findings
 from dualform.studies.hypernetwork.measure import count_answers, measure_network
 from dualform.studies.hypernetwork.network import require_layer
 from dualform.studies.hypernetwork.pictures import draw
 from dualform.studies.hypernetwork.results import HypernetworkResults, TaskResults
 from dualform.studies.hypernetwork.setting import HypernetworkSetting
+from dualform.studies.hypernetwork.together import TrainedTogether
 from dualform.studies.parts import Found, run_parts
 from dualform.studies.report import Report
 
@@ -35,7 +38,8 @@ def run_study(
     own = asdict(setting)
     for changing in ("seeds", "tasks"):  # others may be added to what is kept
         own.pop(changing)
-    found = run_parts(out, {**own, "device": device}, parts_of(setting, seeds, device), workers)
+    parts = parts_of(setting, seeds, device, out / "networks")
+    found = run_parts(out, {**own, "device": device}, parts, workers)
     results = HypernetworkResults(
         setting,
         tuple(
@@ -67,15 +71,21 @@ def run_study(
 
 
 def parts_of(
-    setting: HypernetworkSetting, seeds: int, device: str
+    setting: HypernetworkSetting, seeds: int, device: str, networks: Path
 ) -> dict[str, Callable[[], Found]]:
-    """What is to be measured, by name: seed by seed, so that all layers have the first ones."""
+    """What is to be measured, by name: seed by seed, so that all layers have the first ones.
+
+    Args:
+        networks: where trained ones are kept, if the device is a GPU, which trains all at once.
+    """
     parts: dict[str, Callable[[], Found]] = {"answers": partial(count_answers, setting.raven.task)}
+    at_once = torch.device(device).type == "cuda"
     for seed in range(seeds):
         for training in setting.trainings:
+            together = TrainedTogether(networks, training, seeds, device) if at_once else None
             for layer in training.layers:
                 parts[_name(training.task.name, layer, seed)] = partial(
-                    measure_network, setting, training, layer, seed, device
+                    measure_network, setting, training, layer, seed, device, together
                 )
     return parts
 
