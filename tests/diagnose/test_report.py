@@ -259,3 +259,39 @@ def test_why_there_are_no_attention_paths_is_told() -> None:
     wrong = r"targets have shape \(3, 1\); give one number for each of 2 samples"
     with pytest.raises(AttentionError, match=wrong):
         dualform.diagnose(encoder(), torch.randn(2, 6, 16), targets=torch.ones(3, 1))
+
+
+def test_attention_in_windows_says_nothing_of_all_tokens() -> None:
+    """Each sample has 4 windows of 16 tokens, which attention sees as samples of their own."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[2, 4], window_size=4
+    )
+    model, x = transformers.SwinModel(config), torch.randn(3, 3, 16, 16)
+    report = dualform.diagnose(model, x, targets=torch.ones(3))
+    first, second = report.collapse.layers
+    assert first.contraction is None  # 16 of 64 tokens
+    assert second.contraction is not None  # 16 of 16
+    assert [one.block for one in report.masks] == ["encoder.layers.1"]
+    assert any(
+        "encoder.layers.0 imply: it attends within groups of 16 of its 64" in note
+        for note in report.notes
+    )
+    assert report.heads is not None
+    assert len(report.heads.heads) == 6
+    assert report.paths is None
+    assert "Paths join layers of the same tokens" in report.notes[-1]
+
+
+def test_numbers_that_are_not_finite_are_no_masks() -> None:
+    report = dualform.diagnose(encoder(), torch.full((2, 4, 16), torch.nan))
+    assert report.masks == ()
+    assert [one.topic for one in report.findings] == ["do-tokens-collapse"]
+    assert "are not finite" in report.findings[0].sentence
+    assert "weights of layers.0: none is a finite number." in report.notes
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    with pytest.raises(AttentionError, match=r"'layers.0' returned no tokens, \(0, 6, 16\): give"):
+        dualform.diagnose(encoder(), torch.randn(0, 6, 16))

@@ -164,6 +164,10 @@ def _tokens(block: nn.Module, name: str, out: Any) -> Tensor:
             f"'{name}' returned {given}; a block of a transformer returns its tokens, (batch, "
             "tokens, width). Name other modules with layers=."
         )
+    if not x.numel():
+        raise AttentionError(
+            f"'{name}' returned no tokens, {tuple(x.shape)}: give a batch of one sample or more."
+        )
     return _in_batches(block, x)
 
 

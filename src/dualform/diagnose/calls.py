@@ -71,6 +71,10 @@ class BlockState:
         """(batch, heads, tokens, tokens) of each call."""
         return [call.weights for call in self.calls]
 
+    def is_apart(self, call: AttentionCall) -> bool:
+        """Whether a call is among a part of the tokens only, as attention in windows is."""
+        return self.given.ndim == 3 and call.weights.shape[-2] < self.given.shape[1]
+
 
 @contextmanager
 def watched_attention(
@@ -219,7 +223,8 @@ def _of_module(
             rows[None] if rows.ndim == 2 else rows if module.batch_first else rows.transpose(0, 1)
         )
         x = F.linear(rows, W, b)
-        parts.append(x.view(*x.shape[:2], -1, module.head_dim).transpose(1, 2))
+        x = x.view(*x.shape[:2], len(W) // module.head_dim, module.head_dim)
+        parts.append(x.transpose(1, 2))
     q, k, v = (each.repeat_interleave(module.num_heads // each.shape[1], 1) for each in parts)
     weights = weights if weights.ndim == 4 else weights[None]
     are_codes = isinstance(module, MultiheadAttention) and record_of(module.kind).codes is not None

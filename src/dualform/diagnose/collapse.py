@@ -40,7 +40,7 @@ class LayerSpread:
     spread: Spread
     contraction: float | None = None
     """The mean Dobrushin coefficient of its heads' self-attention, multiplied where it is called
-    more than once; None where no weights that sum to 1 were seen."""
+    more than once; None where no weights that sum to 1 were seen, or those within windows."""
     least_weight: float | None = None
     """The smallest weight that is not 0: ε, which `MaskGraph.bound` takes as its least_weight."""
 
@@ -184,7 +184,8 @@ class CollapseReading:
     def see(self, seen: BlockState) -> None:
         """Takes the tokens of a block that ran, and measures what its attention does to them."""
         self._tokens.add(seen.tokens)
-        weights = [w for w in seen.weights if bool((w > 0).any())]  # else nobody sees anybody
+        calls = [call.weights for call in seen.calls if not seen.is_apart(call)]
+        weights = [w for w in calls if bool((w > 0).any())]  # else nobody sees anybody
         factor = math.prod(float(dobrushin(w).mean()) for w in weights) if weights else None
         least = min((float(w[w > 0].min()) for w in weights), default=None)
         self._rest.append((seen.name, factor, least))

@@ -152,10 +152,13 @@ class PathReadings:
         self.weights: list[tuple[str, Tensor]] = []
         """The block of each call of attention, and its weights."""
         self._first: BlockState | None = None
+        self.samples = 0
+        """How many the first block was given."""
 
     def see(self, seen: BlockState) -> None:
         """Takes what a block that ran was given, and its weights."""
         self._first = self._first or BlockState(seen.name, torch.empty(0), seen.given)
+        self.samples = len(self._first.given)
         self.weights += [(seen.name, call.weights) for call in seen.calls]
 
     def result(

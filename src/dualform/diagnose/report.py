@@ -185,30 +185,28 @@ def diagnose(
         ablate: also runs the model once without each head, to see what it loses.
     """
     inputs, named = arguments(batch)
-    tokens = CollapseReading()
-    masks: list[LayerMask] = []
-    audits = _Audits()
+    tokens, masks, audits = CollapseReading(), _Masks(), _Audits()
     heads, paths = HeadReadings(), PathReadings()
 
     def see(seen: BlockState) -> None:
         tokens.see(seen)
-        masks.extend(LayerMask(seen.name, *_mask_of(call.weights)) for call in seen.calls)
+        masks.see(seen)
         audits.see(seen)
         heads.see(seen)
         if targets is not None:
             paths.see(seen)
 
     out = look(model, _blocks(model, layers), see, inputs, named)
-    if not masks:
+    if not masks.calls:
         raise no_attention(model)
     found = heads.ablated(model, out, lambda: model(*inputs, **named)) if ablate else heads.result()
     scored, notes = _scored(paths, targets)
     return Diagnosis(
         tokens.result(),
-        tuple(masks),
+        tuple(masks.found),
         found if found.heads else None,
         tuple(audits.found),
-        tuple(dict.fromkeys([*audits.notes, *notes])),
+        tuple(dict.fromkeys([*masks.notes, *audits.notes, *notes])),
         scored,
     )
 
@@ -217,11 +215,10 @@ def _scored(paths: PathReadings, targets: Tensor | None) -> tuple[Paths | None, 
     """Scores of heads by attention paths; or why there are none."""
     if targets is None:
         return None, ("attention paths, which need targets=, one number a sample.",)
-    samples = len(paths.weights[0][1]) if paths.weights else 0
-    if paths.weights and targets.shape != (samples,):
+    if targets.shape != (paths.samples,):
         raise AttentionError(
-            f"targets have shape {tuple(targets.shape)}; give one number for each of {samples} "
-            "samples, such as +1 and −1 for two classes."
+            f"targets have shape {tuple(targets.shape)}; give one number for each of "
+            f"{paths.samples} samples, such as +1 and −1 for two classes."
         )
     try:
         return paths.result(targets), ()
@@ -242,6 +239,29 @@ def _blocks(model: nn.Module, layers: str | Sequence[str] | None) -> dict[str, n
         if not found:
             raise no_attention(model) from None
         return found
+
+
+class _Masks:
+    """Reads from the weights of each call who attended to whom."""
+
+    def __init__(self) -> None:
+        self.found: list[LayerMask] = []
+        self.notes: list[str] = []
+        self.calls = 0
+
+    def see(self, seen: BlockState) -> None:
+        for call in seen.calls:
+            self.calls += 1
+            count = call.weights.shape[-1]
+            if seen.is_apart(call):
+                self.notes.append(
+                    f"what masks of {seen.name} imply: it attends within groups of {count} of its "
+                    f"{seen.given.shape[1]} tokens, and how groups meet cannot be seen."
+                )
+            elif not bool(call.weights.isfinite().any()):
+                self.notes.append(f"weights of {seen.name}: none is a finite number.")
+            else:
+                self.found.append(LayerMask(seen.name, *_mask_of(call.weights)))
 
 
 def _mask_of(weights: Tensor) -> tuple[MaskGraph, tuple[int, ...], tuple[int, ...]]:
@@ -316,6 +336,8 @@ def _no_audit(call: AttentionCall) -> str | None:
     """Why the values of a call are not compared with kernel PCA; None if they are."""
     if call.projected is None:
         return "values against kernel PCA, where a layer is not softmax attention."
+    if not bool(call.weights.isfinite().all()):
+        return "values against kernel PCA, where weights are not finite."
     if not bool((call.weights > 0).all()):
         return "values against kernel PCA, where a mask hides keys: it has one set of axes for all."
     if call.weights.shape[-1] > AUDITED:

@@ -50,8 +50,8 @@ def train(
     >>> train(networks, [training.task], training, "cpu")["HYLA"][0] < 2.5
     True
     """
-    stacked = StackedNetworks(networks, training.task)
     on_gpu = torch.device(device).type == "cuda"
+    stacked = StackedNetworks(networks, training.task, compiled=on_gpu)
     optimizer = torch.optim.AdamW(
         [stacked.weights], lr=training.rate, weight_decay=training.decay, fused=on_gpu or None
     )
@@ -85,6 +85,8 @@ def _batches(
         yield torch.stack([one.x for one in given]), torch.stack([one.y for one in given])
 
 
+Losses: TypeAlias = Callable[[dict[str, Tensor], Tensor, Tensor], Tensor]
+"""What gives the losses of a layer's networks, (seeds), of parameters (seeds, …) and batches."""
 Pass: TypeAlias = Callable[[], tuple[Tensor, Tensor]]
 """What gives the losses of a layer's networks, (seeds), and their gradients, (seeds, numbers)."""
 
@@ -95,9 +97,8 @@ class StackedNetworks:
     Their layers may differ in what they do, but not in which parameters they have.
     """
 
-    def __init__(self, networks: Grid, task: Task) -> None:
+    def __init__(self, networks: Grid, task: Task, compiled: bool = False) -> None:
         self._networks = networks
-        self._task = task
         rows = [
             torch.stack([parameters_to_vector(model.parameters()) for model in models])
             for models in networks.values()
@@ -106,6 +107,15 @@ class StackedNetworks:
         self.weights = nn.Parameter(pad(weights, (0, -weights.shape[-1] % ALIGNED)))
         """(layers, seeds, numbers of a network)."""
         self.weights.grad = torch.zeros_like(self.weights)
+        firsts = [models[0].train() for models in networks.values()]
+        self._parts = [
+            {name: part.requires_grad_() for name, part in _by_name(model, row)}
+            for model, row in zip(firsts, self.weights.data, strict=True)
+        ]
+        self._losses = [_losses_of(model, task) for model in firsts]
+        if compiled:
+            torch.compiler.reset()  # it compiles few versions of one function, here one a layer
+            self._losses = [torch.compile(losses, dynamic=False) for losses in self._losses]
 
     def set_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Gives networks their gradients on their seed's batch, clipped; losses (layers, seeds).
@@ -116,22 +126,14 @@ class StackedNetworks:
 
     def passes(self, x: Tensor, y: Tensor) -> list[Pass]:
         """A pass a layer."""
-        return [
-            partial(self._pass, models[0].train(), weights, x, y)
-            for models, weights in zip(self._networks.values(), self.weights.data, strict=True)
-        ]
 
-    def _pass(
-        self, model: nn.Module, weights: Tensor, x: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        parts = {name: part.requires_grad_() for name, part in _by_name(model, weights)}
+        def passed(losses_of: Losses, parts: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            losses = losses_of(parts, x, y)
+            gradients = torch.autograd.grad(losses.sum(), list(parts.values()))
+            return losses.detach(), torch.cat([one.flatten(1) for one in gradients], 1)
 
-        def loss(parts: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-            return self._task.loss(functional_call(model, parts, (x,)), y)
-
-        losses = vmap(loss)(parts, x, y)
-        gradients = torch.autograd.grad(losses.sum(), list(parts.values()))
-        return losses.detach(), torch.cat([one.flatten(1) for one in gradients], 1)
+        layers = zip(self._losses, self._parts, strict=True)
+        return [partial(passed, losses_of, parts) for losses_of, parts in layers]
 
     def join(self, passed: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Sets the gradients that passes gave, clipped network by network; the losses."""
@@ -149,6 +151,17 @@ class StackedNetworks:
         for model, weights in zip(models, self.weights.data.flatten(0, 1), strict=True):
             for name, part in _by_name(model, weights):
                 model.get_parameter(name).copy_(part)
+
+
+def _losses_of(model: nn.Module, task: Task) -> Losses:
+    def loss(parts: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return task.loss(functional_call(model, parts, (x,)), y)
+
+    def losses(parts: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        found: Tensor = vmap(loss)(parts, x, y)
+        return found
+
+    return losses
 
 
 def _by_name(model: nn.Module, weights: Tensor) -> Iterator[tuple[str, Tensor]]:
