@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,25 @@ def counted_ridge(ids: Ids, seed: int, log: Path) -> Array:
     with log.open("a", encoding="utf-8") as file:
         file.write(f"{seed} {ids.sum()}\n")
     return ridge(ids, seed)
+
+
+class StackedRidge:
+    """Ridge regressions some at a time; it notes how many."""
+
+    at_once = 3
+
+    def __init__(self) -> None:
+        self.stacks: list[int] = []
+
+    def __call__(self, ids: Ids, seed: int) -> Array:
+        raise AssertionError("one by one")
+
+    def stacked(self, ids: Sequence[Ids], seeds: Sequence[int]) -> list[Array]:
+        assert len({len(one) for one in ids}) == 1
+        self.stacks.append(len(ids))
+        if seeds[-1] == 2:
+            raise Awkward(4, 5)
+        return [ridge(*one) for one in zip(ids, seeds, strict=True)]
 
 
 class Awkward(Exception):

@@ -17,11 +17,20 @@ import psutil
 import pytest
 from filelock import FileLock
 from tests.evaluate import tasks
-from tests.evaluate.tasks import SAMPLES, counted_ridge, fails_with_seed_1, ridge, slow_ridge, total
+from tests.evaluate.tasks import (
+    SAMPLES,
+    StackedRidge,
+    counted_ridge,
+    fails_with_seed_1,
+    ridge,
+    slow_ridge,
+    total,
+)
 
 from dualform.errors import EvaluationError, RetrainingError
 from dualform.evaluate import GroundTruth, Retraining
 from dualform.evaluate.retraining import describe
+from dualform.evaluate.workers import Job, train_all
 
 
 def results(folder: Path) -> dict[str, int]:
@@ -69,6 +78,21 @@ def test_workers_give_the_same_truth(tmp_path: Path) -> None:
     there = Retraining(ridge, SAMPLES, tmp_path / "there", subsets=5, workers=2).run()
     np.testing.assert_array_equal(here.members, there.members)
     np.testing.assert_array_equal(here.runs, there.runs)
+
+
+def test_a_task_that_trains_many_at_once_is_given_many(tmp_path: Path) -> None:
+    task = StackedRidge()
+    truth = Retraining(task, SAMPLES, tmp_path, subsets=4, seeds=2).run()
+    assert task.stacks == [3, 3, 2]
+    np.testing.assert_array_equal(truth.outputs, expected(truth))
+    jobs = [Job(str(at), np.arange(20 + at % 2), 0) for at in range(5)]
+    found: dict[str, np.ndarray] = {}
+    train_all(task, jobs, lambda job, outputs: found.update({job.name: outputs}), 2)
+    assert task.stacks[3:] == [3, 2]  # those with as many samples
+    for job in jobs:
+        np.testing.assert_array_equal(found[job.name], ridge(job.ids, 0))
+    with pytest.raises(RetrainingError, match=r"subset 0, seed 2: Awkward: 4 and 5\. 8 of 12 trai"):
+        Retraining(task, SAMPLES, tmp_path, subsets=4, seeds=3).run()
 
 
 def test_killed_in_the_middle_it_goes_on(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from tests.studies.explored import check_pictures, opened
 from tests.studies.tiny_images import write_images
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
@@ -265,6 +266,20 @@ def test_a_retrained_network_is_a_plain_training(experiment: Experiment) -> None
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
 
 
+def test_stacked_networks_are_those_of_single_trainings(experiment: Experiment) -> None:
+    """Starts, orders, momentum and clipping are each network's own."""
+    tight = replace(TINY, training=replace(TINY.training, clip=0.2))
+    task = Outcomes(replace(experiment, setting=tight))
+    ids = [np.arange(0, 80, 2), np.arange(40), np.arange(40)]
+    stacked = task.stacked(ids, [3, 3, 4])
+    single = [task(*one) for one in zip(ids, [3, 3, 4], strict=True)]
+    np.testing.assert_allclose(stacked, single, atol=1e-4)
+    assert all(np.abs(single[at] - single[at - 1]).max() > 0.1 for at in range(3))
+    assert np.abs(Outcomes(experiment)(ids[0], 3) - single[0]).max() > 1e-2  # clipping matters
+    assert task.at_once == 0
+    assert Outcomes(replace(experiment, device="cuda")).at_once > 1
+
+
 @pytest.fixture(scope="module")
 def report(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Report, Path]:
     out = tmp_path_factory.mktemp("study")
@@ -301,20 +316,26 @@ def test_reads_stand_next_to_input_space(report: tuple[Report, Path]) -> None:
     assert errors[EXACT][0].mean < 1e-3 < errors[PLAIN][0].mean
 
 
-def test_runs_stay_for_the_explorer(report: tuple[Report, Path]) -> None:
+def test_runs_stay_for_the_explorer(
+    experiment: Experiment, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, out = report
     assert not (out / "scratch").exists()
     assert found.look == tuple(
         f"dualform view {out / name} --model {LOOK} --input {out / f'{name}.npz'}"
         for name in ("run", "random-labels")
     )
-    for name in ("run", "random-labels"):
+    monkeypatch.setitem(SETTINGS, "small", TINY)
+    given = {"run": experiment.images, "random-labels": experiment.shuffled_labels(0)}
+    for look, (name, images) in zip(found.look, given.items(), strict=True):
         samples = dualform.open(out / name).samples
         assert samples.columns["digit"][13] == "3"
-        assert samples.preview(13) is not None
         asked = np.load(out / f"{name}.npz")
         assert asked["x"].shape == (20, 16)
         assert "test digit 0" in asked["titles"][0]
+        labels = [str(label) for label in images.y.tolist()]
+        explorer = opened(look, monkeypatch)
+        check_pictures(explorer, images.pixels.numpy(), labels, asked["x"])
 
 
 @pytest.mark.usefixtures("undrawn")

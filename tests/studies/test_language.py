@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from tests.studies.explored import opened
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -22,7 +23,6 @@ import dualform
 from dualform.cli import cli
 from dualform.cli.options import make_exhibit
 from dualform.errors import ReadingError
-from dualform.explore import Explorer
 from dualform.studies.language import SETTINGS, LanguageSetting, LanguageTask, run_study
 from dualform.studies.language.asking import (
     foretold_logit,
@@ -357,11 +357,19 @@ def test_runs_stay_for_the_explorer(
         f"DUALFORM_DATA={data} dualform view {out / 'fables'} --model {LOOK}_fables "
         f"--input {out / 'fables.npz'}"
     )
-    monkeypatch.setenv("DUALFORM_DATA", str(data))
     monkeypatch.setitem(SETTINGS, "small", TINY)
-    run = dualform.open(out / "fables")
-    explorer = Explorer(make_exhibit(run, f"{LOOK}_fables", out / "fables.npz", None))
-    text = str(np.load(out / "fables.npz")["texts"][0])
+    for look, model in zip(found.look, TINY.tasks, strict=True):
+        explorer, asked = opened(look, monkeypatch), np.load(out / f"{model}.npz")
+        queries = explorer.view("queries", {})["queries"]
+        for card, text in zip(queries, asked["texts"].tolist(), strict=True):
+            assert card["preview"]["text"].split() == text.split()
+        sides = explorer.view("answer", {"query": "0"})["sides"]
+        windows = load_task(data, TINY.tasks[model], TINY.context)
+        for card in (*sides["for"]["samples"], *sides["against"]["samples"]):
+            (window,) = windows.windows.inputs([int(card["id"])])
+            assert card["preview"]["text"].split() == windows.train.written(window).split()
+    explorer = opened(found.look[0], monkeypatch)
+    run, text = explorer.run, str(np.load(out / "fables.npz")["texts"][0])
     answer = explorer.view("answer", {"query": "0", "ask": "layer", "layer": "head"})
     assert answer["tokens"] == list(text)
     assert answer["query"]["title"].startswith("test prompt 0, foretells '")
@@ -375,8 +383,7 @@ def test_runs_stay_for_the_explorer(
     assert preview is not None
     assert "".join(shown["tokens"]) == preview.data
     assert len(shown["places"]) == LSTM.unroll
-    samples = dualform.open(out / "wikitext").samples
-    preview = samples.preview(1)
+    preview = dualform.open(out / "wikitext").samples.preview(1)
     assert preview is not None
     assert len(preview.data.split()) == WORDS.unroll
 
@@ -443,6 +450,26 @@ def test_from_the_shell(
     assert found["settings"]["fables"]["units"] == 6
     assert json.loads((report[1] / "study.json").read_text()) == found
     assert "fables: the first ten training positions" in CliRunner().invoke(cli, given).stdout
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_one_model_alone(
+    data: Path, tmp_path: Path, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its part is that of the study of all models, and it needs no other text."""
+    monkeypatch.setitem(SETTINGS, "small", TINY)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/tinyshakespeare.txt").symlink_to(data / "text/tinyshakespeare.txt")
+    out = tmp_path / "out"
+    given = ["study", "language", "--data", str(tmp_path), "--out", str(out), "--seeds", "1"]
+    CliRunner().invoke(cli, [*given, "--only", "shakespeare"], catch_exceptions=False)
+    found = json.loads((out / "study.json").read_text())
+    assert "shakespeare" in found["settings"]
+    assert "fables" not in found["settings"]
+    assert len(found["look"]) == 1
+    part = "parts/shakespeare-seed-0.json"
+    kept, whole = (json.loads((folder / part).read_text()) for folder in (out, report[1]))
+    assert kept["quality"] == whole["quality"]
 
 
 def test_texts_are_read(data: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from tests.studies.explored import check_pictures, opened
 from tests.studies.tiny_images import (
     first_weights,
     interrupted_at,
@@ -38,7 +39,7 @@ from dualform.studies.two_tasks.attention import NETWORK, ImageQueries, attentio
 from dualform.studies.two_tasks.change import change_between
 from dualform.studies.two_tasks.measure import TwoTasksMeasurement
 from dualform.studies.two_tasks.overwriting import changes_between
-from dualform.studies.two_tasks.tasks import Tasks, load_tasks
+from dualform.studies.two_tasks.tasks import GROUPS, Tasks, load_tasks
 
 TINY = TwoTasksSetting(
     Training(widths=(16, 12, 10), batch=20, rate=0.1),
@@ -198,22 +199,29 @@ def test_the_study_answers_its_questions(report: tuple[Report, Path]) -> None:
     assert all(sentence.endswith(".") for sentence in found.findings)
 
 
-def test_the_first_sequence_stays_for_the_explorer(report: tuple[Report, Path]) -> None:
+def test_the_first_sequence_stays_for_the_explorer(
+    tasks: Tasks, report: tuple[Report, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, out = report
     assert not (out / "scratch").exists()
     assert found.look == (
         f"dualform view {out / 'run'} --model {LOOK} --input {out / 'queries.npz'}",
     )
     samples = dualform.open(out / "run").samples
-    assert (samples.labels[3], samples.labels[84]) == ("digit 3", "coat")
     assert samples.columns["task"][84] == "garments"
     assert samples.columns["output"][84] == "4"
-    assert samples.preview(84) is not None
     asked = np.load(out / "queries.npz")
     assert asked["x"].shape[1] == 16
     assert len(asked["x"]) == len(asked["labels"]) == len(asked["titles"])
     assert {"digit 0", "bag"} <= set(asked["labels"].tolist())
     assert any("taken for output" in title for title in asked["titles"].tolist())
+    monkeypatch.setitem(SETTINGS, "small", TINY)
+    explorer = opened(found.look[0], monkeypatch)
+    labels = [GROUPS[group] for group in tasks.groups.tolist()]
+    assert (labels[3], labels[84]) == ("digit 3", "coat")
+    check_pictures(explorer, tasks.images.pixels.numpy(), labels, asked["x"])
+    answer = explorer.view("answer", {"query": "0", "by": "task"})
+    assert {group["label"] for group in answer["groups"]} == {"digits", "garments"}
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -139,6 +139,7 @@ add_study(
     choose_images(DIGITS, GARMENTS, default=GARMENTS),
     choose_layers("five"),
     EPOCHS,
+    sizes=("small", "middle", "paper"),
 )
 add_study(
     "robust",
@@ -187,5 +188,11 @@ add_study(
 add_study(
     "language",
     "Which training positions language models use.",
+    click.option(
+        "--only",
+        multiple=True,
+        type=click.Choice(("fables", "wikitext", "shakespeare")),
+        help="Which models. Default: all three.",
+    ),
     model="dualform.studies.language.explored:{setting}",
 )

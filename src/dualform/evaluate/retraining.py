@@ -41,7 +41,8 @@ class Retraining:
     Args:
         task: `task(ids, seed)` trains on the samples at these positions and returns one number for
             each query. A function at the top of a module, or functools.partial of one, since it
-            runs in worker processes.
+            runs in worker processes. One with `at_once` and `stacked(ids, seeds)` trains many at a
+            time, in this process.
         samples: how many there are; positions are 0 to samples − 1.
         folder: where finished trainings are kept.
         fraction: the share of the samples that a subset has.

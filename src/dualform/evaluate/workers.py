@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -14,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +27,21 @@ from dualform.read.scores import Array
 Ids: TypeAlias = NDArray[np.int64]
 Task: TypeAlias = Callable[[Ids, int], Any]
 """`task(ids, seed)` trains on the samples at these positions; returns one number a query."""
+
+
+@runtime_checkable
+class StackedTask(Protocol):
+    """A task that can train many networks at once, as an accelerator likes it."""
+
+    @property
+    def at_once(self) -> int:
+        """How many at most; 0 to train one by one, as any other task."""
+
+    def __call__(self, ids: Ids, seed: int) -> Any:
+        """As any task."""
+
+    def stacked(self, ids: Sequence[Ids], seeds: Sequence[int]) -> Sequence[Any]:
+        """The same for several, whose samples are equally many."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,8 @@ def train_all(
 ) -> None:
     """Runs the jobs, and says of each that it is done, as they come, in any order.
 
-    After a failure no further job is begun; those under way are finished, then it raises.
+    A task that trains many at once does so here, in this process. After a failure no further job
+    is begun; those under way are finished, then it raises.
 
     Args:
         workers: how many processes; None for one a core. 0 trains in this process.
@@ -65,7 +82,10 @@ def train_all(
         raise EvaluationError(f"workers={workers}: give a number of processes, or 0 for none.")
     count = min(len(jobs), (os.cpu_count() or 1) if workers is None else workers)
     failure = None
-    outcomes = _elsewhere(task, jobs, count) if count else _here(task, jobs)
+    if isinstance(task, StackedTask) and task.at_once:
+        outcomes = _stacked(task, jobs)
+    else:
+        outcomes = _elsewhere(task, jobs, count) if count else _here(task, jobs)
     with closing(outcomes):  # whatever happens, no process is left behind
         for outcome in outcomes:
             if outcome.outputs is not None:
@@ -84,6 +104,21 @@ def _here(task: Task, jobs: Sequence[Job]) -> Generator[Outcome, None, None]:
         yield outcome
         if outcome.outputs is None:
             return
+
+
+def _stacked(task: StackedTask, jobs: Sequence[Job]) -> Generator[Outcome, None, None]:
+    """Jobs with equally many samples are trained together, as many as the task takes."""
+    ordered = sorted(jobs, key=lambda job: len(job.ids))
+    for _, alike in itertools.groupby(ordered, lambda job: len(job.ids)):
+        while some := list(itertools.islice(alike, task.at_once)):
+            ids, seeds = [job.ids for job in some], [job.seed for job in some]
+            try:
+                found = [_outputs(one) for one in task.stacked(ids, seeds)]
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                yield Outcome(some[0], None, problem, traceback.format_exc())
+                return
+            yield from itertools.starmap(Outcome, zip(some, found, strict=True))
 
 
 def _elsewhere(task: Task, jobs: Sequence[Job], count: int) -> Generator[Outcome, None, None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,3 +104,66 @@ def train(
             recorder.samples(ids)
             step(ids)
     return model
+
+
+class StackedClassifiers(nn.Module):
+    """Many networks of the same widths, which one call of torch moves a step on.
+
+    >>> training = Training(widths=(4, 3, 2))
+    >>> models = [training.make_model() for _ in range(5)]
+    >>> x = torch.randn(5, 6, 4)
+    >>> torch.allclose(StackedClassifiers(models)(x)[3], models[3](x[3]), atol=1e-6)
+    True
+    """
+
+    def __init__(self, models: Sequence[nn.Sequential]) -> None:
+        super().__init__()
+        states = [model.state_dict() for model in models]
+        self.values = nn.ParameterList(
+            torch.stack([state[name] for state in states]) for name in states[0]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(networks, samples, outputs) of (networks, samples, inputs)."""
+        layers = [*zip(self.values[::2], self.values[1::2], strict=True)]
+        for at, (weight, bias) in enumerate(layers, 1):
+            x = torch.baddbmm(bias[:, None], x, weight.mT)
+            x = x.relu() if at < len(layers) else x
+        return x
+
+
+def train_stacked(
+    images: Images,
+    batches: Sequence[Iterable[Tensor]],
+    training: Training,
+    seeds: Sequence[int],
+    device: str = "cpu",
+) -> StackedClassifiers:
+    """What `train` makes with each seed of its own batches, many networks at once."""
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(training.make_model())
+    stacked = StackedClassifiers(models).to(device)
+    optimizer = torch.optim.SGD(
+        stacked.parameters(), lr=training.rate, momentum=training.momentum, fused=True
+    )
+    x, y = images.inputs().to(device), images.y.to(device)
+    for ids in itertools.islice(zip(*batches, strict=False), training.steps):
+        at = torch.stack(ids).to(device)
+        logits = stacked(x[at]).flatten(0, 1)
+        losses = cross_entropy(logits, y[at].flatten(), reduction="sum") / at.shape[1]
+        torch.autograd.backward(losses)  # of networks that share nothing
+        _clip(stacked, training.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return stacked.eval()
+
+
+def _clip(stacked: StackedClassifiers, largest: float) -> None:
+    """As `clip_grad_norm_` does, each network by its own norm."""
+    gradients = [value.grad for value in stacked.values if value.grad is not None]
+    norms = torch.stack([one.flatten(1).norm(dim=1) for one in gradients]).norm(dim=0)
+    left = (largest / (norms + 1e-6)).clamp(max=1)
+    for one in gradients:
+        one.mul_(left.reshape(-1, *[1] * (one.ndim - 1)))

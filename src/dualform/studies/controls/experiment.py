@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dualform.errors import ReadingError
-from dualform.studies.classifiers import Training, train, whole_batches
+from dualform.studies.classifiers import Training, train, train_stacked, whole_batches
 from dualform.studies.data import Images, first_of_each, load_images
 
 CLASSES = 10
@@ -114,6 +115,17 @@ class Experiment:
         training = replace(own, steps=steps)
         shown = images or self.images
         return train(shown, batches, training, seed, path, device=self.device).eval()
+
+    def train_stacked(self, ids: Sequence[Tensor], seeds: Sequence[int]) -> nn.Module:
+        """The same for several sets of equally many samples: many networks at once."""
+        own = self.setting.training
+        steps = round(self.setting.epochs * len(ids[0]) / own.batch)
+        batches = [
+            whole_batches(chosen, own.batch, torch.Generator().manual_seed(seed))
+            for chosen, seed in zip(ids, seeds, strict=True)
+        ]
+        training = replace(own, steps=steps)
+        return train_stacked(self.images, batches, training, seeds, self.device)
 
     def untrained(self, seed: int) -> nn.Module:
         """The network that a training with this seed starts from."""

@@ -27,6 +27,8 @@ from dualform.studies.parts import Found
 
 FRESH = 1000
 """Added to the seeds of retrained networks: none is that of a network that is explained."""
+STACKED = 125
+"""How many networks an accelerator trains at once."""
 DRAWS = 3
 """How many sets are removed at random, where that is measured for all queries at once."""
 ALL, CHANCE, CLASS = "with all", "at random", "at random of its class"
@@ -65,14 +67,34 @@ class Outcomes:
 
     experiment: Experiment
 
+    @property
+    def at_once(self) -> int:
+        """An accelerator trains many networks in the time of a few."""
+        return 0 if self.experiment.device == "cpu" else STACKED
+
     def __call__(self, ids: Ids, seed: int) -> Array:
         """Margins of all queries, then their leads."""
-        x, y = self.experiment.queries(self.experiment.setting.explained)
+        x, y = self._queries
         model = self.experiment.train(FRESH + seed, torch.from_numpy(ids))
         with torch.no_grad():
-            outputs = model(x)
-        both: Array = torch.cat([margin(outputs, y), lead(outputs, y)]).double().cpu().numpy()
-        return both
+            return _measured(model(x), y)
+
+    def stacked(self, ids: Sequence[Ids], seeds: Sequence[int]) -> list[Array]:
+        """The same for several sets of samples at once."""
+        x, y = self._queries
+        chosen = [torch.from_numpy(one) for one in ids]
+        models = self.experiment.train_stacked(chosen, [FRESH + seed for seed in seeds])
+        with torch.no_grad():
+            return [_measured(outputs, y) for outputs in models(x.expand(len(ids), *x.shape))]
+
+    @property
+    def _queries(self) -> tuple[Tensor, Tensor]:
+        return self.experiment.queries(self.experiment.setting.explained)
+
+
+def _measured(outputs: Tensor, labels: Tensor) -> Array:
+    both: Array = torch.cat([margin(outputs, labels), lead(outputs, labels)]).double().cpu().numpy()
+    return both
 
 
 def retrained(experiment: Experiment, folder: Path, workers: int | None) -> GroundTruth:

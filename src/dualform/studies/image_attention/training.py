@@ -51,6 +51,16 @@ SETTINGS = {
         seeds=3,
         batch=32,
     ),
+    "middle": ImageSetting(
+        EncoderShape(width=48, heads=4, hidden=96, layers=2),
+        patch=4,
+        images=60_000,
+        tests=10_000,
+        epochs=12,
+        rate=2e-3,
+        seeds=5,
+        batch=64,
+    ),
     "paper": ImageSetting(
         EncoderShape(width=192, heads=4, hidden=768, layers=12),
         patch=2,

@@ -37,28 +37,29 @@ def run_study(
     """
     seeds = seeds or setting.seeds
     texts = {
-        name: load_task(data, task, setting.context).train for name, task in setting.tasks.items()
+        name: load_task(data, task, setting.context).train for name, task in setting.trained.items()
     }
     parts = {
         f"{name} seed {seed}": partial(
             LanguageMeasurement(setting, name, data, device, out).measure, seed
         )
-        for name in setting.tasks
+        for name in setting.trained
         for seed in range(seeds)
     }
     data_used = fingerprint(*(text.tokens for text in texts.values()))
     kept = {**asdict(setting), "device": device, "data": data_used}
     found = run_parts(out, kept, parts, workers)
     by_model = {
-        name: [found[f"{name} seed {seed}"] for seed in range(seeds)] for name in setting.tasks
+        name: [found[f"{name} seed {seed}"] for seed in range(seeds)] for name in setting.trained
     }
     results = LanguageResults(setting, by_model, texts)
     settings = {**asdict(setting), "seeds": seeds, "device": device}
-    tasks = settings.pop("tasks")
+    tasks = {name: settings["tasks"][name] for name in setting.trained}
+    del settings["tasks"], settings["only"]
     look = tuple(
         f"DUALFORM_DATA={data} dualform view {out / name} --model {models}_{name} "
         f"--input {out / name}.npz"
-        for name in setting.tasks
+        for name in setting.trained
     )
     return Report(
         "language",

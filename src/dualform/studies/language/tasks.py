@@ -95,6 +95,13 @@ class LanguageSetting:
     zoomed: int
     """How many visits are run again for each prompt, where summaries are kept."""
     seeds: int
+    only: tuple[str, ...] = ()
+    """Which of the models are trained; by default all."""
+
+    @property
+    def trained(self) -> dict[str, LanguageTask]:
+        """The models that are trained, by name."""
+        return {name: self.tasks[name] for name in self.only or self.tasks}
 
 
 SETTINGS = {
