@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,8 @@ class Loop:
     """A process's part of a batch, given its rank, how many there are, and the step."""
     given: dict[str, Any] = field(default_factory=dict)
     """What else the wrapper is given."""
+    compiled: str = ""
+    """What torch compiles: the model "inside" of its wrapper, or all from "outside"."""
     sharded: tuple[str, ...] | None = None
     """Modules that are sharded each by itself, before the rest is; None for whole parameters."""
 
@@ -167,12 +169,38 @@ LOOPS = {
         keep={"0": "steps", "2": "half"},
         sharded=(),
     ),
+    "summaries": Loop(
+        Words,
+        texts,
+        torch.optim.AdamW,
+        0.01,
+        keep=dualform.summaries(2, 2, numbers="rows"),
+        mean=False,
+        deal=unevenly,
+    ),
+    "compiled": Loop(
+        Words,
+        texts,
+        torch.optim.AdamW,
+        0.01,
+        keep=dualform.summaries(2, 2, numbers="rows"),
+        compiled="inside",
+    ),
+    "sharded summaries": Loop(
+        Words,
+        texts,
+        torch.optim.AdamW,
+        0.01,
+        keep=dualform.summaries(2, 2, numbers="rows"),
+        sharded=("twice",),
+    ),
 }
 
 
 FOUR = (
     *("momentum", "words", "several passes", "uneven", "numbered"),
     *("sharded", "sharded words", "sharded float32", "sharded passes"),
+    *("summaries", "sharded summaries"),
 )
 """What four processes do."""
 
@@ -195,7 +223,9 @@ def train(
         shard(loop, model)
     optimizer = loop.optimizer(model.parameters(), lr=loop.lr)
     wrapped = of > 1 and not loop.by_hand and loop.sharded is None
-    called = DistributedDataParallel(model, **loop.given) if wrapped else model
+    called = compiled(model) if loop.compiled == "inside" else model
+    called = DistributedDataParallel(called, **loop.given) if wrapped else called
+    called = compiled(called) if loop.compiled == "outside" else called
     recording: Any = nullcontext()
     if path is not None:
         given = {"strict": True, "keep": loop.keep, **options}
@@ -223,6 +253,12 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
     return model
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """The model, to be compiled without changes in what it computes."""
+    torch._dynamo.reset()
+    return cast(nn.Module, torch.compile(model, backend="aot_eager"))
 
 
 def shard(loop: Loop, model: nn.Module) -> None:

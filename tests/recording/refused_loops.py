@@ -88,10 +88,6 @@ def other_options(rank: int, path: Path) -> None:
     recorded(net(), path, keep=("rows", "half")[rank])
 
 
-def summaries(rank: int, path: Path) -> None:
-    recorded(net(), path, keep="summaries")
-
-
 def mixed_norms(rank: int, path: Path) -> None:
     recorded(nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3))), path)
 
@@ -155,7 +151,6 @@ REFUSED: dict[Callable[[int, Path], None], tuple[str, str]] = {
     too_many: ("RecordingError", "processes=3, and torch.distributed has 2"),
     a_smaller_group: ("RecordingError", "over 1 processes, and 2 are to record"),
     other_options: ("RecordingError", "give dualform.record the same in every process"),
-    summaries: ("RecordingError", "Use keep='rows', 'half', 'int8' or 'steps'"),
     mixed_norms: ("RecordingError", "is a SyncBatchNorm, which mixes samples of all processes"),
     ids_in_one: ("SampleIdsError", "process 0 names its samples, and process 1 does not"),
     replicas: ("RecordingError", "DataParallel: its gradients come from several replicas"),

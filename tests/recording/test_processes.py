@@ -25,6 +25,7 @@ from tests.recording.refused_loops import refuse_all
 from tests.recording.trained_by import Task, begun, trained_by
 
 import dualform
+from dualform.recording.keep import Summaries
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
 
@@ -45,15 +46,48 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", LOOPS)
+BY_ROW = [name for name, loop in LOOPS.items() if not isinstance(loop.keep, Summaries)]
+SUMMARIZED = [name for name in LOOPS if name not in BY_ROW]
+
+
+@pytest.mark.parametrize("name", BY_ROW)
 def test_two_processes_record_what_one_does(name: str, two: Path, tmp_path: Path) -> None:
     check_equal(name, two / name, tmp_path / "one")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", [name for name in FOUR if name in BY_ROW])
 def test_four_processes_record_what_one_does(name: str, four: Path, tmp_path: Path) -> None:
     check_equal(name, four / name, tmp_path / "one")
+
+
+@pytest.mark.parametrize("name", SUMMARIZED)
+def test_summaries_of_two_processes_are_in_the_same_bases(name: str, two: Path) -> None:
+    check_summaries(two / name, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in FOUR if name in SUMMARIZED])
+def test_summaries_of_four_processes_are_in_the_same_bases(name: str, four: Path) -> None:
+    check_summaries(four / name, 4)
+
+
+def check_summaries(path: Path, of: int) -> None:
+    """Summaries of all processes add up to the gradient that all used, in bases of them all."""
+    run = dualform.open(path)
+    ledger, audit = run.source.ledger, run.audit()
+    assert run.steps == STEPS
+    assert list(ledger.check()) == []
+    assert {book.granularity for book in audit.books} == {"row"}
+    checked = [book.remainder for book in audit.books if not np.isnan(book.remainder)]
+    assert len(checked) > 4
+    assert max(checked) <= 1e-6  # gradients in bases are kept in 32 bits
+    summarized = [stream for stream in ledger.info.streams if any(stream.bases)]
+    ranks = [
+        {shard.rank for shard in ledger.shards if f"{stream.name}/segments" in shard.file}
+        for stream in summarized
+    ]
+    assert set(range(of)) in ranks
 
 
 def check_equal(name: str, together: Path, alone: Path) -> None:

@@ -223,6 +223,30 @@ def _with_others(evidence: Sequence[Evidence], line: Line) -> list[Evidence]:
     ]
 
 
+def books_in_bases(accounts: Sequence[Evidence], line: Line) -> set[str]:
+    """Books of which all records of these steps, in all processes, are in bases.
+
+    Rows that share a matrix count as such: a reader brings them into the bases.
+    """
+    found = [
+        (name, [feed.stream for feed in account.feeds if name in feed.terms and feed.pieces])
+        for account in accounts
+        for name, (look, _) in account.looks.items()
+        if look.in_bases
+    ]
+    if not found:
+        return set()
+    own = [
+        [any(s.bases for s in fed), any(not (s.bases or s.shared) for s in fed)] for _, fed in found
+    ]
+    (held,) = line.largest([torch.tensor(own, dtype=torch.float64)])
+    return {
+        name
+        for (name, _), (are, others) in zip(found, held.tolist(), strict=True)
+        if are and not others
+    }
+
+
 def accounts_of(streams: Sequence[OpenStream | Declaration]) -> list[tuple[set[str], list[int]]]:
     """Books that share streams, with the numbers of these streams."""
     groups: list[tuple[set[str], list[int]]] = []

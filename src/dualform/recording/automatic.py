@@ -57,14 +57,17 @@ class Automatic:
     forward pass tells what the rows will take, before the backward pass makes any. If they take
     more than `CHEAP` together, layers are summarized. A layer stays as it was first met.
 
-    It belongs to the training loop.
+    Of several processes, each guesses by what its own pass leaves, until before the first step they
+    tell each other. It belongs to the training loop.
     """
 
-    def __init__(self, keep: Mapping[str, Policy], cheap: int = CHEAP) -> None:
-        self._keep, self._cheap = keep, cheap
+    def __init__(self, keep: Mapping[str, Policy], cheap: int = CHEAP, of: int = 1) -> None:
+        self._keep, self._cheap, self._of = keep, cheap, of
         self._expected = 0
         self.is_open = AUTO in keep.values()
         """Whether the first step is still under way, and nothing is told yet."""
+        self._decided: Policy | None = None
+        """What several processes have decided together."""
         self.summarized: set[str] = set()
         """Books that are summarized because their rows take much."""
 
@@ -79,10 +82,23 @@ class Automatic:
         found = {book: self._keep[book] for book in books}
         if AUTO not in found.values():
             return found
-        chosen: Policy = Summaries() if self._expected > self._cheap else ROWS
+        chosen = self._decided or self._chosen(self._expected * self._of)
         if isinstance(chosen, Summaries):
             self.summarized |= {book for book, policy in found.items() if policy == AUTO}
         return {book: chosen if policy == AUTO else policy for book, policy in found.items()}
+
+    @property
+    def expected(self) -> int:
+        """How many bytes of rows a forward pass leaves, until all processes have decided."""
+        return 0 if self._of == 1 or self._decided or not self.is_open else self._expected
+
+    def decide(self, expected: int) -> None:
+        """The forward passes of all processes leave so many bytes: each decides the same."""
+        self._decided = self._chosen(expected)
+        self.summarized.clear()
+
+    def _chosen(self, expected: int) -> Policy:
+        return Summaries() if expected > self._cheap else ROWS
 
     def numbers(self, policies: Mapping[str, Policy]) -> str:
         """How rows are stored of which no summaries can be made; empty where books say it."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from dualform.ledger import Stream
 from dualform.memory.summary import Bases
 from dualform.recording.directions import leading_directions
 from dualform.recording.keep import Summaries
@@ -81,6 +82,16 @@ class SeenRows:
         return math.prod(shares)
 
 
+@dataclass(frozen=True)
+class FoundBases:
+    """What the rows of a book have shown."""
+
+    bases: Bases | None
+    """None where those that are known hold nearly as much."""
+    offsets: tuple[str, ...]
+    """The biases that share the errors: they are kept in U as well."""
+
+
 @dataclass
 class BookBases:
     """The bases of each book that is summarized; belongs to the training thread."""
@@ -97,6 +108,8 @@ class BookBases:
     """Books that are read by place: their V must hold errors as well, and no shape is chosen."""
     stale: set[str] = field(default_factory=set)
     """Books whose bases are compared with those of new rows, and renewed if these are better."""
+    proposed: dict[str, FoundBases] = field(default_factory=dict)
+    """What this process has found and others do not know yet, where several use the same bases."""
     _steps: int = 0
     _ready: dict[str, Bases] = field(default_factory=dict)
     """Those that are used from the next step on."""
@@ -127,6 +140,8 @@ class BookBases:
         known = self.found.get(book)
         if book in self._ready or (known is not None and book not in self.stale):
             return known
+        if book in self.proposed:
+            return known
         rows = SeenRows(_finite(height), _finite(width))
         is_first = at_once and known is None and book not in self._rows
         self._rows.setdefault(book, [])
@@ -141,10 +156,30 @@ class BookBases:
         self.stale.discard(book)
         if policy.shape is None and book in self.tables:
             policy = replace(policy, shape=DIRECTIONS)
-        new = seen.bases(policy, known)
-        if new is not None:
-            self._use(book, new, offsets, self.found if is_first else self._ready)
+        self._decide(book, FoundBases(seen.bases(policy, known), tuple(offsets)), is_first)
         return self.found.get(book)
+
+    def of_stream(self, stream: Stream, books: Iterable[str]) -> Bases | None:
+        """The bases that the records of a stream are in now; None where it has rows."""
+        if not stream.bases:
+            return None
+        return next((self.found[name] for name in books if name in self.found), Bases(None, None))
+
+    def name(self, book: str, bases: Bases | None, by_row: bool) -> str:
+        """What a stream of a book's records is called, beside the name of the layer.
+
+        They are in these bases, one a sample or `by_row`.
+        """
+        return book.rpartition(".")[2]
+
+    def agree(self) -> None:
+        """Makes bases that this process has found those of all processes that record."""
+
+    def _decide(self, book: str, found: FoundBases, is_first: bool) -> None:
+        """Takes what was found for a book; where its rows are the first, they are kept so."""
+        if found.bases is not None:
+            where = self.found if is_first else self._ready
+            self._use(book, found.bases, found.offsets, where)
 
     def _use(self, book: str, new: Bases, offsets: Iterable[str], where: dict[str, Bases]) -> None:
         """Takes new bases of a book, and for its offsets: now, or from the next step on."""

@@ -20,6 +20,7 @@ from dualform.owners import BatchSamples
 from dualform.recording.accounts import (
     Evidence,
     accounts_of,
+    books_in_bases,
     finite_steps,
     gather_evidence,
     probes_of,
@@ -101,6 +102,7 @@ class Bookkeeper:
                 events += self._unaccounted(steps, evidence, found, handover, accounts)
             remark = self._batch_sizes.remark(steps, evidence, found)
             remarks = (remark,) if remark else ()
+            in_bases = books_in_bases(evidence, self._line)
             for account, factor in zip(evidence, found.unbind(1), strict=True):
                 books = list(account.looks)
                 if self._broken.isdisjoint(books) or error is not None:
@@ -109,7 +111,8 @@ class Bookkeeper:
                     events += self._break(dict.fromkeys(books, steps[0].number), UNEXPLAINED)
                     account = replace(account, feeds=[])
                 entries.add(account)
-                entries.keep_accounts(account)
+                if self._line.rank == 0 and account.feeds:  # all processes have the same
+                    entries.keep_accounts(account, in_bases)
         kept = {**entries.arrays, **entries.residual_arrays(), **entries.accounts}
         arrays = {name: [to_host(part) for part in parts] for name, parts in kept.items()}
         self._observed = {name for name, at in columns.items() if steps[-1].states[at] == OBSERVED}
@@ -130,20 +133,22 @@ class Bookkeeper:
         return block, error, Findings(tuple(events), remarks)
 
     def _whole_changes(self, steps: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
-        """The steps with changes of whole books in process 0, where each process has parts."""
-        pieces: dict[str, Kept] = {
-            f"{at} {name}": Piece(change, self._plan.parts[name])
-            for at, step in enumerate(steps)
-            for name, change in sorted(step.changes.items())
-            if name in self._plan.parts
-        }
+        """The steps with what is kept of whole books in process 0, where each process has parts."""
+        parts, pieces = self._plan.parts, dict[str, Kept]()
+        for at, step in enumerate(steps):
+            for kind, kept in (("change", step.changes), ("divisor", step.divisors)):
+                own = {name: kept[name] for name in sorted(kept.keys() & parts.keys())}
+                pieces |= {f"{at} {kind} {n}": Piece(to_host(t), parts[n]) for n, t in own.items()}
         whole = Gathering(self._line, pieces).taken()
+
+        def put_in(at: int, kind: str, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: whole.get(f"{at} {kind} {name}", own) for name, own in kept.items()}
+
         return [
             replace(
                 step,
-                changes={
-                    name: whole.get(f"{at} {name}", own) for name, own in step.changes.items()
-                },
+                changes=put_in(at, "change", step.changes),
+                divisors=put_in(at, "divisor", step.divisors),
             )
             for at, step in enumerate(steps)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,20 +43,13 @@ class Entries:
     accounts: dict[str, list[Tensor]] = field(default_factory=dict)
     """Gradients of books that are summarized, in their bases, at some steps that were probed."""
 
-    def keep_accounts(self, account: Evidence) -> None:
-        """Keeps what was probed of books whose entries are in the bases that it is in.
-
-        Rows that share a matrix are kept as they are; a reader brings them into these bases.
-        """
+    def keep_accounts(self, account: Evidence, in_bases: Container[str]) -> None:
+        """Keeps what was probed of books whose entries are `in_bases`, as it is."""
         for book, (look, columns) in account.looks.items():
-            fed = [feed for feed in account.feeds if book in feed.terms and feed.pieces]
             probed = torch.nonzero(account.active[:, columns.start]).flatten()
             turns = (probed + self.first) // ACCOUNTED
             probed = probed[turns.diff(prepend=turns.new_tensor([-1])) > 0]
-            if not look.in_bases or not fed or not len(probed):
-                continue
-            streams = [feed.stream for feed in fed]
-            if any(s.bases for s in streams) and all(s.bases or s.shared for s in streams):
+            if book in in_bases and len(probed):
                 assert look.vectors is not None
                 u = account.u[probed][:, columns].float()
                 shape = (len(probed), -1, look.vectors.shape[1])

@@ -156,6 +156,11 @@ def _of_part(own: Tensor, part: Portion, look: Look, term: Term) -> Tensor:
     if not (part.counts and part.elements):
         return own.new_zeros(look.kept)
     lines = part.lines(term.view)
+    if look.outputs is not None:
+        assert look.vectors is not None
+        matrix = as_matrix(part.widened(own), term.view, term.groups) if lines is None else own
+        U = look.outputs.to(own) if lines is None else look.outputs[lines].to(own)
+        return (U.T @ as_matrix(matrix, term.view) @ look.vectors).flatten()
     if lines is None:
         matrix = as_matrix(part.widened(own), term.view, term.groups)[look.rows]
     else:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from dualform.errors import RecorderFailedError, SampleIdsError
 from dualform.layers import Site
 from dualform.ledger import Declaration
+from dualform.recording.bases import BookBases
 from dualform.recording.messages import Pages
 from dualform.recording.pages import Page
 from dualform.recording.processes import Line
@@ -57,6 +58,14 @@ class Standing(NamedTuple):
     """Whether it wants the steps so far to be marked."""
     naming: int
     """1 where its samples have ids, 2 where they are numbered, 0 where nobody knows yet."""
+    bases: int
+    """Of how many books it knows bases that the others do not know."""
+    expected: int
+    """How many bytes of rows a forward pass leaves; 0 once it is decided what is kept of them."""
+    passes: int
+    """How many forward passes it has made for the step under way."""
+    learning: int
+    """While its compiled model runs as it was written: 2 once that need not go on, until then 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,27 @@ class Agreed:
         return any(standing.late for standing in self.standings)
 
     @property
+    def has_bases(self) -> bool:
+        """Whether some process knows bases that others do not know."""
+        return any(standing.bases for standing in self.standings)
+
+    @property
+    def expected(self) -> int:
+        """How many bytes of rows the forward passes of all processes leave."""
+        return sum(standing.expected for standing in self.standings)
+
+    @property
+    def had_several_passes(self) -> bool:
+        """Whether the step under way had more than one pass in some process."""
+        return any(standing.passes > 1 for standing in self.standings)
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether enough is known of a compiled model, in all processes."""
+        learning = {standing.learning for standing in self.standings}
+        return 2 in learning and 1 not in learning
+
+    @property
     def findings(self) -> int:
         """How many hand-overs all processes have an answer to."""
         return min(standing.findings for standing in self.standings)
@@ -99,8 +129,8 @@ class Agreed:
 class Meeting:
     """What the processes have agreed on so far; belongs to the training thread."""
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, line: Line, bases: BookBases) -> None:
+        self.line, self._bases = line, bases
         self._streams: dict[str, OpenStream] = {}
         """The streams that all processes know, by name; those of this process as it opened them."""
         self._declared: dict[str, Declaration] = {}
@@ -170,9 +200,9 @@ class Meeting:
                     )
                 if stream.name not in self._streams:
                     order = len(self._streams) + len(new)
-                    foreign = OpenStream(
-                        Site(stream.name, declared.terms), stream, declared.terms, order
-                    )
+                    site = Site(stream.name, declared.terms)
+                    bases = self._bases.of_stream(stream, declared.terms)
+                    foreign = OpenStream(site, stream, declared.terms, order, bases=bases)
                     new[stream.name] = own.get(stream.name, foreign)
         self._streams |= new
         return list(new.values())

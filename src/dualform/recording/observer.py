@@ -161,7 +161,7 @@ class StepObserver:
                 hyper = dict(zip(self._rule.fields, self._rule.hyper(group), strict=True))
                 divisor = self._rule.replayed.divisor(hyper, self._rule.memory(self._optimizer, p))
                 if divisor is not None:
-                    found[name] = divisor.bfloat16()
+                    found[name] = local(divisor).bfloat16()
         return found
 
     @property

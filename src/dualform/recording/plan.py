@@ -194,6 +194,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+def compiled_part(model: nn.Module) -> nn.Module | None:
+    """What of it is compiled: the model, or what DistributedDataParallel wraps; None if nothing.
+
+    >>> compiled_part(nn.Linear(2, 2)) is None
+    True
+    """
+    called: list[nn.Module] = [model]
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        called.append(model.module)
+    return next((module for module in called if is_compiled(module)), None)
+
+
 def refuse_wrapped(model: nn.Module) -> None:
     """Refuses models whose own calls are not those that see the batch."""
     if isinstance(model, nn.DataParallel):
@@ -214,8 +226,18 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def refuse_to_capture(model: nn.Module, keep: Mapping[str, Policy]) -> None:
-    """Refuses a compiled model whose rows are asked for, or that writes over its results."""
+def refuse_to_capture(model: nn.Module, keep: Mapping[str, Policy], of_parts: bool) -> None:
+    """Refuses a compiled model whose rows are asked for, or that writes over its results.
+
+    So it does where its parameters are parts, whose whole parameters come and go in the compiled
+    code.
+    """
+    if of_parts:
+        raise RecordingError(
+            "the model is compiled, and its parameters are sharded: where whole parameters come "
+            "and go in compiled code, its calls cannot be tapped. Train without torch.compile, or "
+            "with DistributedDataParallel."
+        )
     others = {name: how for name, how in keep.items() if not isinstance(how, Summaries)}
     for name, how in others.items():
         if how != STEPS:

@@ -77,6 +77,13 @@ class Line:
             dist.gather(own, found, group=self._open, group_dst=0)
         return found
 
+    def sent(self, source: int, own: Tensor) -> Tensor:
+        """A tensor that one process has; the others give one of its size and type."""
+        if self.of > 1:
+            with self._answered():
+                dist.broadcast(own.view(torch.uint8), group=self._open, group_src=source)
+        return own
+
     def close(self) -> None:
         """Cuts the line: whoever waits for this process is told that it does not answer."""
         group, self._group = self._group, None

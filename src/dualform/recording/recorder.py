@@ -27,12 +27,12 @@ from torch.optim import Optimizer
 from dualform.errors import DualformError, RecordingEndedWarning, RecordingError
 from dualform.ledger.samples import Columns, Label, Previews, SampleId, describe_samples
 from dualform.optimizers import Rule, rule_for
-from dualform.private import is_compiled
 from dualform.recording.guard import AFTER, BEFORE, Guard, starting
 from dualform.recording.keep import AUTO, Keep
 from dualform.recording.other_optimizers import OtherOptimizers
 from dualform.recording.plan import (
     Plan,
+    compiled_part,
     make_plan,
     refuse_to_capture,
     refuse_wrapped,
@@ -45,12 +45,13 @@ from dualform.recording.processes import Line, Processes
 from dualform.recording.sample_ids import SampleIds
 from dualform.recording.save_detector import SaveDetector
 from dualform.recording.shards import all_sharded
+from dualform.recording.stages import make_stages
 from dualform.recording.start import Opened, give_parts, resume_run, start_run
-from dualform.recording.step_recorder import StepRecorder, make_stages
+from dualform.recording.step_recorder import StepRecorder
 from dualform.recording.together import (
     all_or_none,
     begin_together,
-    in_several,
+    refuse_in_several,
     refuse_unlike,
     step_to_go_on_from,
 )
@@ -79,6 +80,11 @@ class Options:
     def trained(self) -> nn.Module:
         """The model itself, without what compiles it or averages its gradients."""
         return unwrapped(self.model)
+
+    @property
+    def compiled(self) -> nn.Module | None:
+        """What of it is compiled, if anything is."""
+        return compiled_part(self.model)
 
 
 class Recorder:
@@ -154,11 +160,10 @@ class Recorder:
                 self._processes.close()
                 raise
             try:
-                compiled = asked.model if is_compiled(asked.model) else None
                 self._sample_ids.named = opened.named
                 self._sample_ids.read(self.path)
                 given = (self._guard, self._sample_ids, asked.buffer_bytes, self._processes)
-                stages = make_stages(opened, model, optimizer, plan, rule, *given, compiled)
+                stages = make_stages(opened, model, optimizer, plan, rule, *given, asked.compiled)
                 self._steps = StepRecorder(stages, optimizer, opened.writer.committed, opened.notes)
                 self._hooks = self._hook(self._steps, plan.parameters)
             except BaseException:
@@ -174,11 +179,10 @@ class Recorder:
 
         def planned() -> tuple[Plan, Rule]:
             rule = rule_for(optimizer)
-            plan = in_several(
-                make_plan(model, optimizer, rule, asked.keep, asked.layers), model, of
-            )
-            if is_compiled(asked.model):
-                refuse_to_capture(asked.model, plan.keep)
+            plan = make_plan(model, optimizer, rule, asked.keep, asked.layers)
+            refuse_in_several(plan, model, of)
+            if asked.compiled is not None:
+                refuse_to_capture(asked.compiled, plan.keep, bool(plan.parts))
             return plan, rule
 
         def begin() -> Opened:

@@ -4,103 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dualform.errors import RecorderFailedError
-from dualform.optimizers import Rule
 from dualform.recording.automatic import RowCounts
-from dualform.recording.bases import BookBases
-from dualform.recording.book_states import BookStates, Event, Note
-from dualform.recording.bookkeeping import NOISY, Bookkeeper, SampleNumbers
-from dualform.recording.delivery import Delivery, Waiting
+from dualform.recording.book_states import Event, Note
+from dualform.recording.delivery import Waiting
 from dualform.recording.excerpts import NO_EXCERPT, differing
-from dualform.recording.first_check import FirstCheck
-from dualform.recording.guard import Guard
-from dualform.recording.keep import ASKED, NOT_RECORDED, ROWS
-from dualform.recording.meeting import PATIENCE, Agreed, Meeting, Occasion, Standing
+from dualform.recording.keep import ROWS
+from dualform.recording.meeting import PATIENCE, Agreed, Occasion, Standing
 from dualform.recording.messages import Handover, RecordedStep
-from dualform.recording.notices import Notices
-from dualform.recording.observer import StepObserver
-from dualform.recording.plan import Plan, is_nested, may_nest
-from dualform.recording.processes import Processes
-from dualform.recording.reconcile import Reconciler
-from dualform.recording.sample_ids import SampleIds
-from dualform.recording.schedule import Schedule
-from dualform.recording.snapshots import Snapshots
-from dualform.recording.spot_checks import SpotChecks
-from dualform.recording.start import Opened
-from dualform.recording.watch import Watch
+from dualform.recording.plan import is_nested, may_nest
+from dualform.recording.stages import Stages
 
 STEPPED = "another optimizer, {}, stepped it; by row is what the recorded {} does"
-
-
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """The stages of recording in the training thread, in the order a step passes them."""
-
-    bases: BookBases
-    """The bases of books that are summarized."""
-    watch: Watch
-    """Forward and backward passes: writes rows to pages."""
-    check: FirstCheck
-    """Holds the rows of new books against their gradients."""
-    observer: StepObserver
-    """Makes a `RecordedStep` of what the optimizer does."""
-    spot_checks: SpotChecks
-    """Makes some steps twice, and compares whole weights."""
-    snapshots: Snapshots
-    """Copies weights where they are to be kept."""
-    schedule: Schedule
-    """Says when steps are handed over."""
-    delivery: Delivery
-    """Sends hand-overs to the writer's thread, and receives its findings."""
-    notices: Notices
-    """Tells the user."""
-    meeting: Meeting
-    """What the processes that record together agree on."""
-
-
-def make_stages(
-    opened: Opened,
-    model: nn.Module,
-    optimizer: Optimizer,
-    plan: Plan,
-    rule: Rule,
-    guard: Guard,
-    sample_ids: SampleIds,
-    buffer_bytes: int,
-    processes: Processes,
-    compiled: nn.Module | None = None,
-) -> Stages:
-    """All stages of a recording that begins; `compiled` is what the loop calls, if it is."""
-    states, bases = BookStates(plan.parameters), BookBases()
-    observer = StepObserver(model, plan, rule, optimizer, states, bases)
-    observer.keep_by_step(Event.RESUMED, opened.by_step)
-    harmless = (NOISY, ASKED, NOT_RECORDED)
-    notices = Notices(plan, type(optimizer).__name__, observer.trained, harmless)
-    booked = plan.parameters if rule.fields else {}
-    first = opened.writer.committed + 1
-    watch = Watch(model, booked, states, first, opened.streams, guard, plan.keep, bases, compiled)
-    line, meeting = processes.writers, Meeting(processes.steps)
-    numbers, reconciler = SampleNumbers(opened.samples), Reconciler(plan, rule, optimizer, line)
-    bookkeeper = Bookkeeper(plan, numbers, reconciler, observer.excerpts.take(), line)
-    pool = watch.rows.streams.pool
-    delivery = Delivery(opened.writer, bookkeeper, pool, plan.parameters.values(), line)
-    return Stages(
-        bases,
-        watch,
-        FirstCheck(plan, rule, states, watch, sample_ids, meeting),
-        observer,
-        SpotChecks(plan.parameters, optimizer, rule),
-        Snapshots(model, optimizer, plan, rule),
-        Schedule(delivery.handover_bytes(buffer_bytes), buffer_bytes),
-        delivery,
-        notices,
-        meeting,
-    )
 
 
 class StepRecorder:
@@ -126,6 +46,8 @@ class StepRecorder:
         """The step that was marked last, and the weights it was marked with."""
         self._unkept = 0
         """The step whose weights were due last, where they were not the model's any more."""
+        self._is_ready = False
+        """Whether enough is known of a compiled model."""
         self._waiting = Waiting()
         """What the writer's thread has found, and was not applied yet."""
 
@@ -154,14 +76,15 @@ class StepRecorder:
         watch, observer, check = self.stages.watch, self.stages.observer, self.stages.check
         if not self.stages.meeting.is_over:
             self._agree()
-        rows, probe_all = watch.rows, watch.had_several_passes
+        rows, agreed = watch.rows, self._agreed
+        probe_all = watch.passes > 1 if agreed is None else agreed.had_several_passes
         streams = rows.streams.all
-        if self._agreed is None and len(streams) > self._streams:
+        if agreed is None and len(streams) > self._streams:
             observer.discover([stream.opened for stream in streams[self._streams :]])
             self._streams = len(streams)
         notes, self._notes = self._notes, []
         step = observer.observe(self.step + 1, notes, probe_all)
-        if rows.unnamed and self._agreed is None:
+        if rows.unnamed and agreed is None:
             check.require_ids(step)
         if observer.states.unverified and (failed := check.failing(step)):
             observer.keep_by_step(Event.REFUTED, failed)
@@ -188,8 +111,7 @@ class StepRecorder:
             stages.schedule.due = (False, "")  # what is probed otherwise is handed over apart
         if step.divisors and stages.delivery.from_device and not stages.schedule.due:
             stages.schedule.due = (False, "")  # they are half as large as the model
-        if stages.watch.is_learning:
-            self._capture()
+        self._capture()
         if stages.schedule.due and not stages.observer.states.shared:
             self.hand_over(*stages.schedule.due, at_once=True)
         if stages.watch.automatic.is_open:
@@ -200,9 +122,21 @@ class StepRecorder:
             stages.notices.remark(stages.spot_checks.take_problem())
 
     def _capture(self) -> None:
-        """Lets a compiled model run compiled, where enough is known of it."""
-        watch = self.stages.watch
-        self.stages.observer.uncaptured |= watch.capture()
+        """Lets a compiled model run compiled, where enough is known of it in all processes."""
+        watch, agreed = self.stages.watch, self._agreed
+        may = watch.is_learning if agreed is None else agreed.may_compile
+        if not (may or watch.is_learning):
+            return
+        found = watch.taps()
+        self._is_ready = found is not None
+        if may:
+            own = found.lost if found is not None else None if watch.is_learning else {}
+            said = self.stages.meeting.line.said(own)
+            if None not in said:
+                for lost in said:
+                    self.stages.observer.uncaptured |= lost
+                if found is not None:
+                    watch.capture(found)
         for text in watch.remarks:
             self.stages.notices.remark(text)
         watch.remarks = []
@@ -214,7 +148,7 @@ class StepRecorder:
         if automatic.summarized and tally.stored_bytes >= tally.bytes.get(ROWS, 0):
             rows.tally = RowCounts()  # the bases are not known yet
             return
-        if automatic.summarized:
+        if automatic.summarized and self.stages.meeting.line.rank == 0:
             self.stages.notices.remark(automatic.told(tally))
         automatic.is_open, rows.tally = False, None
 
@@ -359,17 +293,32 @@ class StepRecorder:
             stages.meeting.unknown(opened),
             int(stages.meeting.wants_mark),
             stages.check.naming,
+            len(stages.bases.proposed),
+            stages.watch.automatic.expected // max(1, stages.watch.passes),
+            stages.watch.passes,
+            stages.watch.is_learning * (1 + self._is_ready),
         )
         agreed = stages.meeting.exchange(standing, opened, wait)
         stages.observer.discover(agreed.new)
+        if not stages.meeting.is_over:
+            self._decide(agreed)
         return agreed
+
+    def _decide(self, agreed: Agreed) -> None:
+        """What several processes keep of rows, and in which bases."""
+        stages = self.stages
+        if agreed.expected:
+            stages.watch.automatic.decide(agreed.expected)
+            stages.watch.rows.streams.choose_again()
+        if agreed.has_bases:
+            stages.bases.agree()
 
     def tell_failed(self, wait: float | None = None) -> None:
         """Tells the other processes, once, that this one records no longer."""
         meeting = self.stages.meeting
         if not (meeting.is_over or meeting.has_spoken):
             with suppress(RecorderFailedError):
-                meeting.exchange(Standing(Occasion.FAILED, self.step, *(0,) * 6), (), wait)
+                meeting.exchange(Standing(Occasion.FAILED, self.step, *(0,) * 10), (), wait)
 
     @property
     def may_end(self) -> bool:

@@ -122,15 +122,26 @@ class Streams:
                 return writer
         stream = self._named(site, stream)
         self._taken.add(stream.name)
-        keep = self._keep.policies(site.terms)
-        numbers = self._keep.numbers(keep)
         repeats = rows.is_data and self.expects_repeats
         given = (site, stream, dict(site.terms), order)
-        opened = OpenStream(*given, numbers=numbers, rounding=rows.rounding, repeats=repeats)
+        opened = OpenStream(*given, rounding=rows.rounding, repeats=repeats)
         self.all.append(StreamWriter(opened, self.pool))
-        shapes = {book: tuple(self._parameters[book].shape) for book in site.terms}
-        self.all[-1].reducer = reducer_for(site, stream, keep, shapes, self._bases)
+        self._choose(self.all[-1])
         return self.all[-1]
+
+    def choose_again(self) -> None:
+        """It was decided what is kept of rows: also of layers that were met before."""
+        for writer in self.all:
+            if writer.opened.layer is None:
+                self._choose(writer)
+
+    def _choose(self, writer: StreamWriter) -> None:
+        """How rows of a layer are kept."""
+        opened, site = writer.opened, writer.opened.site
+        keep = self._keep.policies(site.terms)
+        writer.opened = replace(opened, numbers=self._keep.numbers(keep))
+        shapes = {book: tuple(self._parameters[book].shape) for book in site.terms}
+        writer.reducer = reducer_for(site, opened.stream, keep, shapes, self._bases)
 
     def of_summary(self, layer: StreamWriter, part: Reduced, rounding: torch.dtype) -> StreamWriter:
         """The stream of what is kept of a layer's rows for one book."""
@@ -144,7 +155,8 @@ class Streams:
             keys = tuple(part.keys.shape[part.keys.ndim - part.key_dims :]) or (1,)
             of = layer.opened
             stream = Stream("", keys, width, {}, (), of.stream.name, sides)
-            name = f"{of.stream.name}~{part.book.rpartition('.')[2]}"
+            own = self._bases.name(part.book, part.bases, by_row=math.prod(keys) > 0)
+            name = f"{of.stream.name}~{own}"
             stream = self._named(site, replace(stream, name=name))
             self._taken.add(stream.name)
             given = (site, stream, {part.book: part.term}, of.order, of)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from dualform.errors import DualformError, LedgerError, ModelMismatchError, RecordingError
 from dualform.ledger import Ledger
 from dualform.optimizers import Rule
-from dualform.recording.keep import AUTO, ROWS, Summaries
 from dualform.recording.plan import Plan
 from dualform.recording.processes import Line
 from dualform.recording.shards import refuse_apart
@@ -83,26 +81,17 @@ def refuse_unlike(line: Line, path: Path, plan: Plan, facts: Mapping[str, Any]) 
         _refuse_other(rank, first, other)
 
 
-def in_several(plan: Plan, model: nn.Module, of: int) -> Plan:
-    """The plan, where so many processes record: rows in place of what "auto" would decide."""
+def refuse_in_several(plan: Plan, model: nn.Module, of: int) -> None:
+    """Refuses what so many processes cannot record together."""
     refuse_apart(plan.parameters, of)
     if of == 1:
-        return plan
-    for name, how in plan.keep.items():
-        if isinstance(how, Summaries):
-            raise RecordingError(
-                f"keep='summaries' was given for '{name}', and {of} processes record: bases to "
-                "summarize rows in are found by one process so far. Use keep='rows', 'half', "
-                "'int8' or 'steps'."
-            )
+        return
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise RecordingError(
                 f"'{name}' is a SyncBatchNorm, which mixes samples of all processes; record with "
                 "BatchNorm layers, which mix those of one process."
             )
-    keep = {name: ROWS if how == AUTO else how for name, how in plan.keep.items()}
-    return replace(plan, keep=keep)
 
 
 def step_to_go_on_from(

@@ -33,7 +33,7 @@ from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates
 from dualform.recording.calls import CallSource, FunctionCalls
 from dualform.recording.captured import CompiledCalls
-from dualform.recording.captured_sites import find_taps
+from dualform.recording.captured_sites import Captured, find_taps
 from dualform.recording.guard import BACKWARD, FORWARD, Guard
 from dualform.recording.keep import ROWS, Policy
 from dualform.recording.learning import WAITING, Learning, why_uncompiled
@@ -70,13 +70,14 @@ class Watch:
         keep: Mapping[str, Policy] | None = None,
         bases: BookBases | None = None,
         compiled: nn.Module | None = None,
+        of: int = 1,
     ) -> None:
         self._guard, self._states = guard or Guard(strict=True), states
         self.owners = Owners(parameters, usual_axis(model))
         """To which samples the rows of each layer belong."""
         self._batches = Batches(step)
         split = self._batches.part
-        self.automatic = Automatic(dict.fromkeys(parameters, ROWS) if keep is None else keep)
+        self.automatic = Automatic(dict.fromkeys(parameters, ROWS) if keep is None else keep, of=of)
         """What is kept of layers where that is left to the recorder."""
         summarized = BookBases() if bases is None else bases
         self._tables = summarized.tables
@@ -131,9 +132,9 @@ class Watch:
             self._source = self._source.narrowed(self._uses, self._states.by_step)
 
     @property
-    def had_several_passes(self) -> bool:
-        """Whether the step under way had more than one pass, of which some may be thrown away."""
-        return self._batches.passes > 1
+    def passes(self) -> int:
+        """How many forward passes were begun for the step under way."""
+        return self._batches.passes
 
     @property
     def is_learning(self) -> bool:
@@ -145,31 +146,35 @@ class Watch:
         if isinstance(self._source, CompiledCalls):
             self._source.collect(self.rows)
 
-    def capture(self) -> dict[str, str]:
-        """After a step, where a compiled model ran as it was written: lets it run compiled.
+    def taps(self) -> Captured | None:
+        """After a step, where a compiled model ran as it was written: what lets it run compiled.
 
-        If enough is known for it. Gives the books whose records are lost by that, and why.
+        None if not enough is known for it, or if it must go on as it was written.
         """
         learning, source, model = self._learning, self._source, self._compiled
-        assert learning is not None
+        if learning is None:
+            return None
         assert model is not None
         assert isinstance(source, FunctionCalls)
         reason = why_uncompiled(model, learning, source.loop_calls_parts, self._single)
         if reason:
             self.remarks.append(reason)
             self._stop_learning()
-            return {}
+            return None
         streams, dropped = self.rows.streams.all, self._states.by_step
         found = find_taps(learning, streams, self.owners, dropped)
         if found is None:
             if not self._told:
                 self.remarks.append(WAITING)
             self._told = True
-            return {}
-        source.close()
+        return found
+
+    def capture(self, found: Captured) -> None:
+        """Lets a compiled model run compiled."""
+        assert self._compiled is not None
+        self._source.close()
         self._stop_learning()
-        self._source = CompiledCalls(model, found.sites, self, self._guard)
-        return found.lost
+        self._source = CompiledCalls(self._compiled, found.sites, self, self._guard)
 
     def _stop_learning(self) -> None:
         self._learning, self.rows.learns = None, False
