@@ -20,7 +20,6 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -193,7 +192,7 @@ def compare_with_processors(path: Path, device: str, engine: Engine | None) -> N
     here, there = open_run(path), open_run(path, device, engine=engine)
     own, found = (reading_of(run).rows(TOP).rows for run in (here, there))
     pairs = list(zip(own, found, strict=True))
-    same = sum(replace(a, value=0.0) == replace(b, value=0.0) for a, b in pairs)
+    same = sum(a._replace(value=0.0) == b._replace(value=0.0) for a, b in pairs)
     gap = max(abs(a.value - b.value) / abs(a.value) for a, b in pairs)
     print(f"the same rows at {same} of {len(pairs)} places, values within {gap:.0e}")
     other = open_run(path, device, engine=ReadAhead(chunk_bytes=9 << 20, buffers=7))

@@ -114,6 +114,10 @@ FORGED: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda path: put(path, "groups", torch.full((6, 4), 99, dtype=torch.int16)),
         "in a parameter group that 'hyper' does not have",
     ),
+    "an unsigned group": (
+        lambda path: put(path, "groups", torch.zeros(6, 4, dtype=torch.uint16)),
+        r"'groups' is uint16 of shape \(6, 4\)",
+    ),
     "a layout": (lambda path: declare(path, 4), "has a senseless record: .*the layout of '0' is"),
     "nothing": (stretch, "has shape .*, which nothing can have"),
 }

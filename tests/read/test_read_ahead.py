@@ -100,7 +100,7 @@ def equal_rows(
 
 
 def largest(run: Run, model: nn.Module, x: Tensor, k: int) -> list[Any]:
-    return [vars(row) for row in run.spotlight(model, x, output=1)["model"].rows(k).rows]
+    return [row._asdict() for row in run.spotlight(model, x, output=1)["model"].rows(k).rows]
 
 
 @settings(deadline=None, max_examples=4)

@@ -180,7 +180,7 @@ def print_answer(answer: Answer, facts: dict[str, Any], count: int, as_json: boo
         if scores.check is not None:
             facts["check"] = [scores.check.lines(at) for at in queries]
         sides = {"for": best, "against": worst}
-        rows = {side: [vars(row) for row in ranking.rows] for side, ranking in sides.items()}
+        rows = {side: [row._asdict() for row in ranking.rows] for side, ranking in sides.items()}
         print_json({"queries": scores.queries, **facts, **rows})
     elif answer.reading is not None:
         print_results(answer.reading, best, worst)

@@ -16,10 +16,18 @@ from torch import Tensor
 from dualform.errors import CorruptError
 from dualform.ledger.tensors import ArrayPlace, TensorFile
 
-BY_STEP = {"hyper": 3, "groups": 2, "states": 2, "factors": 2}
-"""The arrays with a line for each step, and how many dimensions they have."""
-COLUMNS = {"samples": 1, "batches": 2, "ids": 1}
-"""Other small arrays: how many dimensions they have."""
+FORMS = {
+    "hyper": (torch.float64, 3),
+    "groups": (torch.int16, 2),
+    "states": (torch.uint8, 2),
+    "factors": (torch.float64, 2),
+    "samples": (torch.int64, 1),
+    "batches": (torch.int64, 2),
+    "ids": (torch.uint8, 1),
+}
+"""The small arrays: what their numbers are, and how many dimensions they have."""
+BY_STEP = ("hyper", "groups", "states", "factors")
+"""Those that have a line for each step."""
 WIDTHS = {"batches": 2, "segments": 3}
 """How many numbers a line of these has."""
 
@@ -38,10 +46,14 @@ def check_index(file: TensorFile, first: int, last: int) -> None:
     """
     segments = [name for name in file.arrays if name.endswith("/segments")]
     counted = [name for name in file.arrays if name.endswith("_steps") and "/" in name]
-    small = {**BY_STEP, **COLUMNS, **dict.fromkeys(segments, 2), **dict.fromkeys(counted, 1)}
-    for name, dimensions in small.items():
+    forms = {
+        **FORMS,
+        **dict.fromkeys(segments, (torch.int64, 2)),
+        **dict.fromkeys(counted, (torch.int64, 1)),
+    }
+    for name, form in forms.items():
         if name in file:
-            _check_form(file, name, dimensions)
+            _check_form(file, name, *form)
     for name in BY_STEP:
         if name in file and file.rows(name) != last - first + 1:
             _refuse(file.path, f"'{name}' has {file.rows(name)} lines for {last - first + 1} steps")
@@ -58,15 +70,10 @@ def check_index(file: TensorFile, first: int, last: int) -> None:
         _check_steps(file.path, name, file.read(name), first, last)
 
 
-def _check_form(file: TensorFile, name: str, dimensions: int) -> None:
-    place, kind = file.arrays[name], name.rpartition("/")[2]
-    whole = not place.dtype.is_floating_point and place.dtype != torch.bool
-    fits = len(place.shape) == dimensions and whole == (kind not in ("hyper", "factors"))
-    if kind in ("samples", "batches", "segments") or kind.endswith("_steps"):
-        fits = fits and place.dtype == torch.int64
-    if kind in WIDTHS:
-        fits = fits and place.shape[1:] == (WIDTHS[kind],)
-    if not fits:
+def _check_form(file: TensorFile, name: str, dtype: torch.dtype, dimensions: int) -> None:
+    place, width = file.arrays[name], WIDTHS.get(name.rpartition("/")[2])
+    fits = place.dtype == dtype and len(place.shape) == dimensions
+    if not fits or (width is not None and place.shape[1] != width):
         _refuse(file.path, f"'{name}' is {_described(place)}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,10 +65,12 @@ class KeyTable:
 
     def parts(self, places: Tensor) -> Iterator[tuple[Shard, Tensor, Tensor]]:
         """The shards that have some places: which of them, and at which records they are there."""
-        which = torch.searchsorted(self._ends, places, right=True)
-        for number in torch.unique(which).tolist():
-            own = torch.nonzero(which == number).flatten()
-            yield self._shards[number], own, places[own] - self._begins[number]
+        where = places.numpy()
+        which = np.searchsorted(self._ends.numpy(), where, side="right")
+        for number in np.flatnonzero(np.bincount(which)).tolist():
+            own = np.flatnonzero(which == number)
+            at = where[own] - self._begins[number].numpy()
+            yield self._shards[number], torch.from_numpy(own), torch.from_numpy(at)
 
     def column(self, array: str) -> Column:
         """What a record takes of an array."""

@@ -58,9 +58,9 @@ class RowColumns:
     def samples_of(self, uses: Tensor) -> Tensor:
         """(visits,): the stored id of each visit's sample, of some uses."""
         sizes = self._sizes[uses]
-        begins = self._begins[uses] - (sizes.cumsum(0) - sizes)
-        at = torch.arange(int(sizes.sum())) + repeated(begins, sizes)
-        return self._shard.samples()[at]
+        begins, total = self._begins[uses] - (sizes.cumsum(0) - sizes), int(sizes.sum())
+        at = np.arange(total) + repeated(begins, sizes).numpy()
+        return torch.from_numpy(self._shard.samples().numpy()[at])
 
     def parts(self, begin: int, end: int, records: int, uses: int | None) -> list[tuple[int, int]]:
         """Some records in parts: of so many records, or where `uses` is given, of so many uses."""
@@ -75,7 +75,7 @@ class RowColumns:
         """(records,): where the key of each lies in the table, where there is one."""
         assert self.places is not None
         each = repeated(self._segments[:, 2], self._sizes)
-        return repeated(self.places[0], each) + self.positions
+        return torch.from_numpy(repeated(self.places[0], each).numpy() + self.positions.numpy())
 
     @cached_property
     def steps(self) -> Tensor:
@@ -100,8 +100,11 @@ class RowColumns:
     @cached_property
     def positions(self) -> Tensor:
         """(rows,): which of its sample's rows it is: the token, patch or pixel."""
-        begins = self._each.cumsum(0) - self._each
-        return torch.arange(int(self._counts.sum())) - repeated(begins, self._each)
+        each = self._each.numpy()
+        begins = torch.from_numpy(each.cumsum() - each)
+        rows = np.arange(int(self._counts.sum()))
+        rows -= repeated(begins, self._each).numpy()
+        return torch.from_numpy(rows)
 
     @cached_property
     def _each(self) -> Tensor:
@@ -116,12 +119,15 @@ class RowColumns:
 
 
 def repeated(numbers: Tensor, counts: Tensor) -> Tensor:
-    """Each number so many times; by numpy, which does not wake other threads for so little.
+    """Each number so many times.
+
+    By numpy, as all columns here: torch would wake a thread for each processor, and these wait
+    busily for more to do while other threads want to read files.
 
     >>> repeated(torch.tensor([5, 7]), torch.tensor([1, 2]))
     tensor([5, 7, 7])
     """
-    if bool((counts == 1).all()):
+    if (counts.numpy() == 1).all():
         return numbers
     return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,8 +193,7 @@ def strongest_lines(values: Array, k: int, descending: bool, what: str) -> list[
     return [(int(line), query) for query in range(values.shape[1]) for line in order[:, query]]
 
 
-@dataclass(frozen=True)
-class Ranked:
+class Ranked(NamedTuple):
     """One line of a ranking. Rows also know their step and position, and some their layer.
 
     >>> Ranked("q", 7, None, 0.5, step=3, position=0)
@@ -210,7 +209,7 @@ class Ranked:
     layer: str | None = None
 
     def __repr__(self) -> str:
-        shown = {name: value for name, value in vars(self).items() if value is not None}
+        shown = {name: value for name, value in self._asdict().items() if value is not None}
         return f"Ranked({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
@@ -241,7 +240,7 @@ class Ranking(Displayed):
 
     def to_pandas(self) -> Any:
         """A data frame with one row a line of the ranking."""
-        names = list(Ranked.__dataclass_fields__)
+        names = Ranked._fields
         return pandas_frame({name: [getattr(row, name) for row in self.rows] for name in names})
 
     def plot(self, axes: Any = None) -> Any:

@@ -150,10 +150,12 @@ class Reading(Displayed):
         largest = LargestRows(self._rows.asked, k=k).over(self.source.accounting)
         values, places = largest.result()
         query, sample, step, position = places.T
-        found = torch.searchsorted(self.source.numbers, sample.contiguous())
-        whole = (column.tolist() for column in (query, found, step, position, values))
-        rows = zip(*whole, strict=True)
-        return Ranking([self._ranked(*row) for row in rows], "rows")
+        found = torch.searchsorted(self.source.numbers, sample.contiguous()).tolist()
+        ids, queries = [self.source.ids[at] for at in found], self.names
+        asked = [queries[at] for at in query.tolist()]
+        labels = map(self.source.labels.get, ids)
+        rest = (values.tolist(), step.tolist(), position.tolist())
+        return Ranking(list(map(Ranked, asked, ids, labels, *rest)), "rows")
 
     def memory(self) -> Memory:
         """The layer's rows as a `Memory`: `memory.read(q)` is what they add to `W_T q`.
@@ -296,11 +298,6 @@ class Reading(Displayed):
     def _scores(self, values: Array, title: str) -> Scores:
         source = self.source
         return Scores(source.ids, values, self.names, self.check, source.labels, title)
-
-    def _ranked(self, query: int, sample: int, step: int, position: int, value: float) -> Ranked:
-        name = self.source.ids[sample]
-        label = self.source.labels.get(name)
-        return Ranked(self.names[query], name, label, value, step, position)
 
 
 def nothing_by_row(ledger: Ledger) -> str:
