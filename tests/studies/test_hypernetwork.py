@@ -13,11 +13,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from dualform.cli import cli
 from dualform.diagnose import pair_codes
 from dualform.errors import EvaluationError
 from dualform.studies.hypernetwork import SETTINGS, TrainingSetting, run_study
+from dualform.studies.hypernetwork.checkpoint import Checkpoint
 from dualform.studies.hypernetwork.findings import findings
 from dualform.studies.hypernetwork.fuzzy_logic import FuzzyLogic
 from dualform.studies.hypernetwork.measure import (
@@ -174,6 +176,40 @@ def test_who_asks_first_has_all_networks_trained(tmp_path: Path) -> None:
     assert again == {f"fuzzy_logic-{layer}-seed-0.safetensors" for layer in ("softmax", "HYLA")}
 
 
+def test_an_interrupted_training_goes_on_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = replace(TINY.fuzzy_logic, steps=12, batch=4)
+    tasks = [replace(training.task, seed=seed) for seed in (0, 1)]
+    monkeypatch.setattr("dualform.studies.hypernetwork.checkpoint.SECONDS", 0.0)
+    monkeypatch.setattr("dualform.studies.hypernetwork.problems.BLOCK", 8)  # two batches
+    kept, save = tmp_path / "state.safetensors", Checkpoint.save
+
+    def networks(*layers: str) -> dict[str, list[RuleReader]]:
+        return {layer: [make_network(training, layer, seed) for seed in (0, 1)] for layer in layers}
+
+    def save_and_stop(state: Checkpoint, steps: int) -> None:
+        save(state, steps)
+        if steps in (5, 11):
+            raise KeyboardInterrupt
+
+    both = ("softmax", "HYLA")
+    whole = networks(*both)
+    losses = train(whole, tasks, training, "cpu")
+    monkeypatch.setattr(Checkpoint, "save", save_and_stop)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train(networks(*both), tasks, training, "cpu", kept)
+    resumed = networks(*both)
+    assert train(resumed, tasks, training, "cpu", kept) == losses
+    for layer in both:
+        for one, other in zip(whole[layer], resumed[layer], strict=True):
+            assert torch.equal(*(parameters_to_vector(x.parameters()) for x in (one, other)))
+    monkeypatch.setattr(Checkpoint, "save", save)
+    anew = train(networks("HYLA"), tasks, training, "cpu", kept)  # the state is of other networks
+    assert anew == train(networks("HYLA"), tasks, training, "cpu")
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_replayed_passes_are_those_of_each_batch() -> None:
     networks = {
@@ -321,6 +357,12 @@ def test_one_task_is_a_study_too(found: tuple[Report, Path]) -> None:
     assert set(report.findings) < set(both.findings)
     for picture in report.pictures:
         assert (out / picture.file).stat().st_size > 5000
+
+
+def test_fewer_steps_and_layers_are_asked_for() -> None:
+    [training] = replace(TINY, tasks=("raven",), shorter=2, layers=("HYLA",)).trainings
+    assert training.steps == TINY.raven.steps // 2
+    assert training.layers == ("softmax", "HYLA")  # what others are compared with is always there
 
 
 def test_unknown_layers_are_refused(tmp_path: Path) -> None:

@@ -165,6 +165,8 @@ add_study(
         type=click.Choice(("fuzzy_logic", "raven")),
         help="Default: both.",
     ),
+    choose_layers("those of the setting"),
+    click.option("--shorter", type=click.IntRange(1), help="So many times fewer steps."),
     sizes=("small", "tiny", "middle", "paper"),
     needs_data=False,
 )

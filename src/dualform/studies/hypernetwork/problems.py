@@ -123,9 +123,9 @@ def problems_of(task: Task, part: str, count: int) -> Problems:
 
 
 def training_batches(
-    task: Task, seed: int, batch: int, steps: int, device: str = "cpu"
+    task: Task, seed: int, batch: int, steps: int, device: str = "cpu", first: int = 0
 ) -> Iterator[Problems]:
-    """Batches of training problems, each problem in one of them.
+    """Batches of training problems from the first on, each problem in one of them.
 
     The problems come from the stream "train". Blocks of them are shuffled by the stream "order", so
     that another order of the same problems needs no other problems. For a GPU, a thread draws the
@@ -137,8 +137,11 @@ def training_batches(
     """
     blocks = _blocks(task, seed, batch, steps)
     for problems, order in blocks if torch.device(device).type == "cpu" else ahead(blocks):
-        there = problems.to(device)
-        yield from (there.some(rows) for rows in torch.split(order.to(device), batch))
+        wanted = order[first * batch :]
+        first = max(0, first - len(order) // batch)
+        if len(wanted):
+            there = problems.to(device)
+            yield from (there.some(rows) for rows in torch.split(wanted.to(device), batch))
 
 
 def _blocks(task: Task, seed: int, batch: int, steps: int) -> Iterator[tuple[Problems, Tensor]]:

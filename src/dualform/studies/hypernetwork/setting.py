@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from dualform.studies.hypernetwork.fuzzy_logic import FuzzyLogic
@@ -51,12 +51,21 @@ class HypernetworkSetting:
     """Problems whose latent codes are probed."""
     tasks: tuple[str, ...] = (FuzzyLogic.name, Raven.name)
     """On which of both networks are trained."""
+    shorter: int = 1
+    """So many times fewer steps are made."""
+    layers: tuple[str, ...] = ()
+    """Which layers are trained beside softmax, in place of those that each task has here."""
 
     @property
     def trainings(self) -> tuple[TrainingSetting[Any], ...]:
         """The settings of the tasks."""
-        both = (self.fuzzy_logic, self.raven)
-        return tuple(one for one in both if one.task.name in self.tasks)
+        both: tuple[TrainingSetting[Any], ...] = (self.fuzzy_logic, self.raven)
+        chosen = tuple(dict.fromkeys(("softmax", *self.layers))) if self.layers else None
+        return tuple(
+            replace(one, steps=one.steps // self.shorter, layers=chosen or one.layers)
+            for one in both
+            if one.task.name in self.tasks
+        )
 
 
 SETTINGS = {

@@ -36,7 +36,7 @@ def run_study(
             require_layer(layer)
     seeds = seeds or setting.seeds
     own = asdict(setting)
-    for changing in ("seeds", "tasks"):  # others may be added to what is kept
+    for changing in ("seeds", "tasks", "layers"):  # others may be added to what is kept
         own.pop(changing)
     parts = parts_of(setting, seeds, device, out / "networks")
     found = run_parts(out, {**own, "device": device}, parts, workers)

@@ -80,12 +80,14 @@ class TrainedTogether:
             for layer in layers
         }
         tasks = [task_of(self.training, seed) for seed in seeds]
-        losses = train(networks, tasks, self.training, self.device)
+        state = self.folder / f"{self.training.task.name}.state.safetensors"
+        losses = train(networks, tasks, self.training, self.device, state)
         for layer, models in networks.items():
             for seed, model, loss in zip(seeds, models, losses[layer], strict=True):
                 draft = self._file(layer, seed).with_suffix(".draft")
                 save_file(model.state_dict(), draft, {"loss": repr(loss)})
                 draft.replace(self._file(layer, seed))
+        state.unlink(missing_ok=True)
 
     def _file(self, layer: str, seed: int) -> Path:
         name = f"{self.training.task.name} {layer} seed {seed}".replace(" ", "-")

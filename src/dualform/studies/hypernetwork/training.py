@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.functional import pad
 from torch.nn.utils import parameters_to_vector
 
 from dualform.read.engine.devices import rounded_products
+from dualform.studies.hypernetwork.checkpoint import Checkpoint
 from dualform.studies.hypernetwork.problems import Task, training_batches
 from dualform.studies.hypernetwork.setting import TrainingSetting
 
@@ -37,11 +39,16 @@ Grid: TypeAlias = Mapping[str, Sequence[nn.Module]]
 
 
 def train(
-    networks: Grid, tasks: Sequence[Task], training: TrainingSetting[Any], device: str
+    networks: Grid,
+    tasks: Sequence[Task],
+    training: TrainingSetting[Any],
+    device: str,
+    kept: Path | None = None,
 ) -> dict[str, list[float]]:
     """Trains in place, by AdamW with a rate that rises and falls; mean losses of the last tenth.
 
-    `tasks` has a task a seed. All networks of a seed are given the same problems.
+    `tasks` has a task a seed. All networks of a seed are given the same problems. `kept` is a file
+    for the state of an interrupted training, which goes on from there.
 
     >>> from dualform.studies.hypernetwork.network import RuleReader
     >>> from dualform.studies.hypernetwork.raven import Raven
@@ -60,26 +67,32 @@ def train(
     )
     last = torch.zeros(stacked.weights.shape[:2], device=device)
     counted = max(1, training.steps // 10)
+    names = f"{[*networks]} {[task.seed for task in tasks]}"
+    state = kept and Checkpoint(kept, names, stacked.weights, last, optimizer, schedule)
+    first = state.load() if state else 0
     with rounded_products() if on_gpu else nullcontext():
         passes: StackedNetworks | ReplayedPasses = stacked
-        for step, (x, y) in enumerate(_batches(tasks, training, device)):
-            if on_gpu and step == 0:
+        for step, (x, y) in enumerate(_batches(tasks, training, device, first), first):
+            if on_gpu and step == first:
                 passes = ReplayedPasses(stacked, x, y)
             losses = passes.set_gradients(x, y)
             optimizer.step()
             schedule.step()
             if step >= training.steps - counted:
                 last += losses / counted
+            if state:
+                state.save_now_and_then(step + 1)
     stacked.give_back()
     return dict(zip(networks, last.tolist(), strict=True))
 
 
 def _batches(
-    tasks: Sequence[Task], training: TrainingSetting[Any], device: str
+    tasks: Sequence[Task], training: TrainingSetting[Any], device: str, first: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """x and y of a batch of each task, (seeds, batch, …)."""
+    """x and y of a batch of each task, (seeds, batch, …); those before the first are left out."""
     streams = [
-        training_batches(task, task.seed, training.batch, training.steps, device) for task in tasks
+        training_batches(task, task.seed, training.batch, training.steps, device, first)
+        for task in tasks
     ]
     for given in zip(*streams, strict=True):
         yield torch.stack([one.x for one in given]), torch.stack([one.y for one in given])
