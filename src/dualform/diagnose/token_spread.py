@@ -19,7 +19,7 @@ from dualform.errors import AttentionError
 
 TOLERANCE = 1e-3
 """`σ₁²` is known to this share of it."""
-ROUNDS = (8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256)
+ROUNDS = (4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 """After so many products it is looked whether that is reached."""
 PAIRED = 128
 """So many tokens of a sample are compared in pairs."""
@@ -126,13 +126,14 @@ def _most(x: Tensor) -> int:
 
 def _measures(x: Tensor) -> Tensor:
     """(samples, 4): the numbers of a `Spread`, for x (samples, tokens, width)."""
-    total = x.flatten(1).norm(dim=1).clamp_min(1e-30)
-    distance = (x - x.mean(1, keepdim=True)).flatten(1).norm(dim=1)
+    mean = x.mean(1, keepdim=True)
+    distance = (x - mean).flatten(1).norm(dim=1)
+    total = torch.hypot(distance, mean.flatten(1).norm(dim=1) * math.sqrt(x.shape[1]))
+    total = total.clamp_min(1e-30)
     few = x[:, :: -(-x.shape[1] // PAIRED)]
     gram = few @ few.mT
-    whole = few.shape[1] == x.shape[1]
-    largest = _largest_eigenvalue((gram,) if whole else (x.mT, x), total)
-    rank = total.square() / largest.clamp_min(1e-30)
+    factors = (gram,) if few.shape[1] == x.shape[1] else (x.mT, x)
+    rank = total.square() / _largest_eigenvalue(factors, total).clamp_min(1e-30)
     return torch.stack([distance, distance / total, rank, _mean_cosine(gram)], 1)
 
 
@@ -144,21 +145,22 @@ def _largest_eigenvalue(factors: Sequence[Tensor], total: Tensor) -> Tensor:
     """
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(1, factors[0].shape[1], generator=generator, dtype=torch.float64)
-    v = (start / start.norm()).to(total).expand(len(total), -1, -1)
+    v = (start / start.norm()).to(total).expand(len(total), 1, -1)
     before, beta = torch.zeros_like(v), v.new_zeros(len(v), 1, 1)
-    diagonal, beside = list[Tensor](), list[Tensor]()
+    found: list[Tensor] = []
     for rounds in ROUNDS:
-        while len(diagonal) < rounds:
-            w = reduce(torch.matmul, factors, v) - beta * before
-            diagonal.append((w * v).sum(2, keepdim=True))
-            w = w - diagonal[-1] * v
+        while len(found) < 2 * rounds:
+            w = reduce(torch.bmm, factors, v)
+            alpha = torch.bmm(w, v.mT)
+            w = torch.addcmul(w, alpha, v, value=-1).addcmul_(beta, before, value=-1)
             beta = w.norm(dim=2, keepdim=True)
-            beside.append(beta)
+            found += [alpha, beta]
             before, v = v, w / beta.clamp_min(1e-30)
-        found, left = _top(*(torch.cat(x, 2)[:, 0].cpu().double() for x in (diagonal, beside)))
-        if not bool(((left > TOLERANCE * found) & total.isfinite().cpu()).any()):
+        both = torch.cat([*found, total[:, None, None]], 2)[:, 0].cpu().double()
+        largest, left = _top(both[:, :-1:2], both[:, 1::2])
+        if not bool(((left > TOLERANCE * largest) & both[:, -1].isfinite()).any()):
             break
-    return found.to(total)
+    return largest.to(total)
 
 
 def _top(diagonal: Tensor, beside: Tensor) -> tuple[Tensor, Tensor]:

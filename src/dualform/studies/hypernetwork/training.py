@@ -57,8 +57,8 @@ def train(
     >>> train(networks, [training.task], training, "cpu")["HYLA"][0] < 2.5
     True
     """
+    stacked = StackedNetworks(networks, training.task)
     on_gpu = torch.device(device).type == "cuda"
-    stacked = StackedNetworks(networks, training.task, compiled=on_gpu)
     optimizer = torch.optim.AdamW(
         [stacked.weights], lr=training.rate, weight_decay=training.decay, fused=on_gpu or None
     )
@@ -110,7 +110,7 @@ class StackedNetworks:
     Their layers may differ in what they do, but not in which parameters they have.
     """
 
-    def __init__(self, networks: Grid, task: Task, compiled: bool = False) -> None:
+    def __init__(self, networks: Grid, task: Task) -> None:
         self._networks = networks
         rows = [
             torch.stack([parameters_to_vector(model.parameters()) for model in models])
@@ -126,9 +126,6 @@ class StackedNetworks:
             for model, row in zip(firsts, self.weights.data, strict=True)
         ]
         self._losses = [_losses_of(model, task) for model in firsts]
-        if compiled:
-            torch.compiler.reset()  # it compiles few versions of one function, here one a layer
-            self._losses = [torch.compile(losses, dynamic=False) for losses in self._losses]
 
     def set_gradients(self, x: Tensor, y: Tensor) -> Tensor:
         """Gives networks their gradients on their seed's batch, clipped; losses (layers, seeds).
