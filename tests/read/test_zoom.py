@@ -340,6 +340,13 @@ def test_steps_and_layers_choose(trained: Make) -> None:
     assert list(visit.layers) == ["head"]
     found = some.contributions(given.run.spotlight(given.model, given.x[:1], 2)["head"])
     assert {place.layer for place in found.places} == {"head"}
+    steps = {
+        visit.id: visit.step for visit in given.run.zoom([1, 6], given.model, given.loss).visits
+    }
+    each = {name: [step] for name, step in steps.items()}
+    both = given.run.zoom([1, 6], given.model, given.loss, steps=each)
+    assert {visit.id: visit.step for visit in both.visits} == steps
+    assert len(both.visits) == 2
 
 
 def test_results_are_shown(trained: Make) -> None:

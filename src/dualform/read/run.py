@@ -34,7 +34,7 @@ from dualform.read.suspicion import make_suspicion
 from dualform.read.targets import Target
 from dualform.read.timeline import Bins, Timeline
 from dualform.read.weights import reconstruct, row_parts, weights_near
-from dualform.read.zoom import Zoom, make_zoom
+from dualform.read.zoom import VisitSteps, Zoom, make_zoom
 
 NOTHING_YET = "none committed yet: recorder.checkpoint() commits what is recorded so far"
 
@@ -232,7 +232,7 @@ class Run(Displayed):
         ids: Sequence[SampleId],
         model: nn.Module,
         loss: Loss,
-        steps: Sequence[int] | None = None,
+        steps: VisitSteps | None = None,
         layers: Sequence[str] | None = None,
     ) -> Zoom:
         """The rows of a few samples (tokens, patches, time steps), by running their visits again.
@@ -244,7 +244,7 @@ class Run(Displayed):
             model: the trained model, in the mode (`train` or `eval`) in which the samples are run.
             loss: called as `loss(model, [id])`, it runs that model on the sample as training did,
                 and returns the sample's loss. A factor, such as 1 / batch size, is found.
-            steps, layers: which visits, and the rows of which layers; by default all (at most 100).
+            steps, layers: by default all visits (at most 100) and layers; steps may be by id.
         """
         who = (self._numbers(ids), plain_list(ids))
         return make_zoom(self.source, self._weights_near, *who, model, loss, steps, layers)

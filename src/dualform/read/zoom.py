@@ -42,6 +42,8 @@ SHOWN = 12
 
 WeightsNear: TypeAlias = Callable[[int], tuple[tuple[int, ...], Mapping[str, Tensor]]]
 """Weights after a step, or as near to it as they are known; and after which steps they are."""
+VisitSteps: TypeAlias = Sequence[int] | Mapping[SampleId, Collection[int]]
+"""Which visits of some samples: those in some steps, or in the steps that each is given."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,7 +180,7 @@ def make_zoom(
     ids: Sequence[SampleId],
     model: nn.Module,
     loss: Loss,
-    steps: Sequence[int] | None,
+    steps: VisitSteps | None,
     layers: Collection[str] | None,
 ) -> Zoom:
     """Runs the visits of some samples again, in the order of training."""
@@ -212,9 +214,7 @@ def make_zoom(
     return Zoom(found, source)
 
 
-def _visits(
-    source: Source, ids: Mapping[int, SampleId], steps: Sequence[int] | None
-) -> list[_Visit]:
+def _visits(source: Source, ids: Mapping[int, SampleId], steps: VisitSteps | None) -> list[_Visit]:
     """The visits of some samples, or those of them in some steps; no more than are run again."""
     if not ids:
         raise ReadingError("zoom got no ids; give those of the samples to run again, such as [7].")
@@ -233,15 +233,17 @@ def _visits(
                 "it was later: zoom into the whole run."
             )
     if steps is not None:
-        unknown = sorted(set(steps) - {visit.step for visit in found})
-        if unknown or not steps:
+        each = steps if isinstance(steps, Mapping) else dict.fromkeys(ids.values(), steps)
+        asked = sorted({step for own in each.values() for step in own})
+        unknown = sorted(set(asked) - {visit.step for visit in found})
+        if unknown or not asked:
             there = ", ".join(str(visit.step) for visit in found[:10])
             raise UnknownStepError(
-                f"steps={list(steps)[:10]}: none of these samples was visited in "
+                f"steps={asked[:10]}: none of these samples was visited in "
                 f"{unknown[:10] or 'no step'}; there are visits in the steps {there}"
                 f"{', …' if len(found) > 10 else ''}."
             )
-        found = [visit for visit in found if visit.step in set(steps)]
+        found = [visit for visit in found if visit.step in each.get(visit.id, ())]
     if len(found) > MOST_VISITS:
         last = sorted({visit.step for visit in found})[-3:]
         raise ReadingError(

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dualform.read import Run
+from dualform.read import Audit
 from dualform.studies.report import NumberTable
 
 BOUND = 1e-5
 """How large the remainder of a run may be, relative to the change of its weights."""
 
 
-def audited(run: Run) -> dict[str, float]:
+def audited(audit: Audit) -> dict[str, float]:
     """The largest remainder of a run, and the share of its parameters that is kept by row.
 
     >>> from dualform.testing import tiny_run
-    >>> found = audited(tiny_run()[0])
+    >>> found = audited(tiny_run()[0].audit())
     >>> found["remainder"] < BOUND, found["coverage"]
     (True, 1.0)
     """
-    audit = run.audit()
     return {"remainder": audit.remainder, "coverage": audit.coverage}
 
 

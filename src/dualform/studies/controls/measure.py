@@ -106,7 +106,7 @@ class ControlsMeasurement:
         through = explained(run, model, few, answered(model, few))
         result: Found = {
             "accuracy": self._accuracy(model, images),
-            "audit": audited(run),
+            "audit": audited(run.audit()),
             "asked": self._asked_for_another(run, model, seed, images),
         }
         for name, labels in (("by label", images.y), ("by class", self.experiment.images.y)):

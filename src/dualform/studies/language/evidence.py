@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dualform.ledger.samples import SampleId
 from dualform.read import Run
 from dualform.read.explain import Explanation, Questions
 from dualform.read.grouping import ByCell, Grouping
@@ -19,7 +20,8 @@ from dualform.read.key_rows import KeySimilarity
 from dualform.read.rerun import Loss
 from dualform.read.scores import Array
 from dualform.read.spotlight import Reading
-from dualform.read.zoom import Zoom
+from dualform.read.zoom import MOST_VISITS, Zoom
+from dualform.read.zoomed import ZoomedVisit
 
 
 class Update(NamedTuple):
@@ -186,15 +188,19 @@ def zoomed_evidence(
     Args:
         visits: how many for each prompt.
     """
-    steps: dict[int, set[int]] = {}
-    for values in _by_visit(explanation, run):
-        for window, step in sorted(values, key=lambda pair: -values[pair])[:visits]:
-            steps.setdefault(window, set()).add(step)
-    zoomed = [
-        visit
-        for window in sorted(steps)
-        for visit in run.zoom([window], model, loss, steps=sorted(steps[window])).visits
-    ]
+    chosen = sorted(
+        {
+            (step, window)
+            for values in _by_visit(explanation, run)
+            for window, step in sorted(values, key=lambda pair: -values[pair])[:visits]
+        }
+    )
+    zoomed: list[ZoomedVisit] = []
+    for begin in range(0, len(chosen), MOST_VISITS):
+        steps: dict[SampleId, list[int]] = {}
+        for step, window in chosen[begin : begin + MOST_VISITS]:
+            steps.setdefault(window, []).append(step)
+        zoomed += run.zoom([*steps], model, loss, steps).visits
     found = Zoom(zoomed, run.source).contributions(explanation)
     rows: dict[tuple[int, int], Array] = {}
     for place, value in zip(found.places, found.values, strict=True):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from dualform.read import Run, open_run
+from dualform.read import Audit, Run, open_run
 from dualform.read.explain import Explanation, by_layer
 from dualform.read.scores import Array, Check
 from dualform.recording.keep import Keep, summaries
@@ -68,12 +68,12 @@ class LanguageMeasurement:
         path = self.out / (self.name if seed == 0 else f"scratch-{self.name}-{seed}")
         model = self._train(seed, path, self.task.keep)
         run = open_run(path, self.device)
-        prompts = self._prompts(model, seed)
+        prompts, audit = self._prompts(model, seed), run.audit()
         found: Found = {
             "quality": self._quality(model),
-            "bytes": run.audit().bytes,
-            "audit": audited(run),
-            "attributed": _attributed(run),
+            "bytes": audit.bytes,
+            "audit": audited(audit),
+            "attributed": _attributed(run, audit),
             "right": {
                 kind: float(prompts.right[prompts.of_kind(kind)].float().mean()) for kind in KINDS
             },
@@ -214,15 +214,15 @@ class LanguageMeasurement:
         path = self.out / f"scratch-{self.name}-{seed}-summaries"
         model = self._train(seed, path, SUMMARIES)
         run = open_run(path, self.device)
-        explanation = explained(run, model, some)
+        explanation, audit = explained(run, model, some), run.audit()
         zoomed, places = self._zoom(explanation, run, model), self._places(some)
         whole = exact.sums[: len(self.data.windows) * self.task.unroll]
         whole = whole.reshape(-1, self.task.unroll, len(some)).sum(1)
         pairs = zip(whole[[int(i) for i in run.source.ids]].T, explanation.values.T, strict=True)
         found = {
-            "bytes": run.audit().bytes,
-            "audit": audited(run),
-            "attributed": _attributed(run),
+            "bytes": audit.bytes,
+            "audit": audited(audit),
+            "attributed": _attributed(run, audit),
             "windows": float(np.mean([np.corrcoef(one, other)[0, 1] for one, other in pairs])),
             "positions": overlap((exact, zoomed.evidence), places, range(len(some))),
             "agreeing": zoomed.agreeing,
@@ -275,9 +275,9 @@ class LanguageMeasurement:
         )
 
 
-def _attributed(run: Run) -> dict[str, float]:
+def _attributed(run: Run, audit: Audit) -> dict[str, float]:
     """The share of the change of each layer's parameters that samples have, and of all."""
-    audit, layers = run.audit(), dict[str, list[str]]()
+    layers = dict[str, list[str]]()
     for book in run.source.ledger.info.books:
         layers.setdefault(next(iter(book.terms), ""), []).append(book.name)
     return {"all": audit.attributed} | {

@@ -170,10 +170,10 @@ SETTINGS = {
             ),
         },
         prompts=20,
-        explained=20,
+        explained=8,
         context=100,
         again=(),
-        zoomed=20,
+        zoomed=10,
         seeds=5,
     ),
 }

@@ -58,7 +58,7 @@ class TwoTasksMeasurement:
         run = open_run(path, self.device)
         seen = torch.cat([*islice(self.tasks.batches(training.batch, seed), steps)])
         visits = (seen < len(self.tasks.digits)).float().mean()
-        found = {**self._read(run, float(visits)), "audit": audited(run)}
+        found = {**self._read(run, float(visits)), "audit": audited(run.audit())}
         shutil.rmtree(path)
         return found
 
@@ -75,7 +75,7 @@ class TwoTasksMeasurement:
         digits = self._queries(setting.queries, digits=True)
         found: Found = {
             "reads": {step: self._read(read, switch / step) for step, read in reads.items()},
-            "audit": audited(run),
+            "audit": audited(run.audit()),
             "path": self._path(run),
             "built": stage(start, before, self._model(before), digits, self._groups),
             "ends": {end: self._overwritten(before, after) for end, after in ends.items()},
