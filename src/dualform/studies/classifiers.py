@@ -145,9 +145,7 @@ def train_stacked(
         torch.manual_seed(seed)
         models.append(training.make_model())
     stacked = StackedClassifiers(models).to(device)
-    optimizer = torch.optim.SGD(
-        stacked.parameters(), lr=training.rate, momentum=training.momentum, fused=True
-    )
+    optimizer = torch.optim.SGD(stacked.parameters(), lr=training.rate, momentum=training.momentum)
     x, y = images.inputs().to(device), images.y.to(device)
     for ids in itertools.islice(zip(*batches, strict=False), training.steps):
         at = torch.stack(ids).to(device)
