@@ -193,6 +193,16 @@ def test_a_record_that_does_not_fit_is_refused(recorded: Path, tmp_path: Path) -
         read(path)
 
 
+def test_a_run_whose_rates_have_another_name_is_refused(recorded: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(recorded, tmp_path / "run")
+    info = json.loads((path / "run.json").read_text())
+    info["fields"][info["fields"].index("lr")] = "lp"
+    (path / "run.json").write_text(json.dumps(info))
+    seal_again(path, path)
+    with pytest.raises(CorruptError, match=r"hyper-parameters lp, .*, and 'sgd' has a rate, 'lr'"):
+        read(path)
+
+
 def test_a_forged_run_is_read_within_bounds() -> None:
     outcomes = fuzz(count=8, seed=0, forged=True)
     assert outcomes["refused"] + outcomes["answered"] == 8

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,8 @@ from dualform.ledger import Stream
 from dualform.ledger.codecs import CODECS
 from dualform.ledger.object_path import ObjectPath
 from dualform.read import Run
-from dualform.read.engine import Engine, Part, ReadAhead, Serial, ShardRange
+from dualform.read.engine import Engine, Part, ReadAhead, Serial, ShardRange, read_ahead
+from dualform.read.engine.bus import Bus
 from dualform.read.engine.devices import exact_products
 from dualform.read.progress import watched
 from dualform.read.scan import chunks
@@ -122,6 +125,56 @@ def test_the_same_rows_whatever_the_buffers(
     for path, model, x in each_codec:
         found = largest(dualform.open(path, engine=engine), model, x, k)
         assert found == largest(dualform.open(path), model, x, k)
+
+
+class LateBus(Bus):
+    """To memory of its own; each copy is made some time after it was asked for."""
+
+    def __init__(self) -> None:
+        self._copies: list[threading.Timer] = []
+
+    main_memory = device_memory = staticmethod(partial(torch.empty, dtype=torch.uint8))
+
+    def computed(self) -> Any:
+        done = threading.Timer(0, int)
+        done.start()
+        return done
+
+    def copy(self, source: Tensor, into: Tensor, free: Any) -> Any:
+        def work() -> None:
+            free.join()
+            into.copy_(source)
+
+        copied = threading.Timer(random.uniform(0, 2e-3), work)
+        copied.synchronize = copied.join  # type: ignore[attr-defined]
+        copied.start()
+        self._copies.append(copied)
+        return copied
+
+    def wait(self, copied: Any) -> None:
+        copied.join()
+
+    def end(self) -> None:
+        assert len(self._copies) > 3
+        for copied in self._copies:
+            copied.join()
+
+
+@pytest.mark.parametrize(("readers", "buffers", "chunk_bytes"), [(5, 2, 300), (3, 1, 900)])
+def test_memory_is_used_again_only_behind_its_copy(
+    each_codec: list[tuple[Path, nn.Module, Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    readers: int,
+    buffers: int,
+    chunk_bytes: int,
+) -> None:
+    """The way to a GPU, with copies to main memory that come late, and any number of buffers."""
+    monkeypatch.setattr(read_ahead, "bus_to", lambda device: LateBus())
+    engine = ReadAhead(readers=readers, buffers=buffers, chunk_bytes=chunk_bytes)
+    for path, model, x in each_codec:
+        found = largest(dualform.open(path, engine=engine), model, x, 9)
+        assert found == largest(dualform.open(path), model, x, 9)
+    assert not reading_threads()
 
 
 def test_what_rows_share_is_read_too(tmp_path: Path) -> None:

@@ -192,7 +192,13 @@ class Accounting:
         """Reads the rows."""
         self.shares = [*shares] or [*[0.0] * until, 1.0]
         """How much the parameters after each step count: a mean, or only the last of them."""
-        self.rule = rule_named(ledger.info.rule)
+        self.rule, fields = rule_named(ledger.info.rule), ledger.info.fields
+        if "lr" in self.rule.fields and "lr" not in fields:
+            raise CorruptError(
+                f"the description of '{ledger.path}' names the hyper-parameters "
+                f"{', '.join(fields) or 'of none'}, and '{ledger.info.rule}' has a rate, 'lr'; "
+                "restore run.json from a copy of the run."
+            )
         self._columns = {book.name: at for at, book in enumerate(ledger.info.books)}
         self._known: dict[tuple[bytes, ...], Coefficients] = {}
         self._initial: dict[str, Pair] = {}

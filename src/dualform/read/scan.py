@@ -24,7 +24,7 @@ from dualform.read.progress import advance
 from dualform.read.row_columns import RowColumns, stored_arrays, widths
 
 CHUNK_BYTES = 16 << 20
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 8 << 20
 """How much is read at a time where several threads read."""
 SHARED = "shared"
 """What the matrices that rows share are called among arrays."""
