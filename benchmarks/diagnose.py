@@ -3,7 +3,7 @@
 `python -m benchmarks.diagnose` prints a line for each model and instrument, `--large --device cuda`
 of models that fill a GPU. The target, at most 1.05, is that of hooks and of what looks at tokens.
 What needs all attention weights is listed apart: fused attention does not form them, so they have
-to be computed beside it.
+to be computed beside it. `--host` prints what the calls alone take, which a GPU waits for.
 """
 
 from __future__ import annotations
@@ -96,7 +96,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="Instruments that begin so, such as tokens.")
     parser.add_argument("--large", action="store_true", help="GPT-2-small and ViT-B.")
     parser.add_argument("--device", default="cpu", help="Of the large models.")
+    parser.add_argument("--host", action="store_true", help="What calls take, by 12 tiny blocks.")
     given = parser.parse_args()
+    if given.host:
+        show_calls(given.only, given.turns)
+        return
     clock = time.process_time if given.cpu else time.perf_counter
     torch.backends.mha.set_fastpath_enabled(False)  # the same calls on both sides
     if not given.large:
@@ -114,6 +118,26 @@ def main() -> None:
                         line = f"{name} | {kind} | {instrument}"
                         plain = finished(partial(model, **batch))
                         show(line, finished(work), plain, given.turns, clock)
+
+
+def show_calls(only: str, turns: int) -> None:
+    """Prints the least CPU time that each instrument adds to a model of almost no arithmetic."""
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(n_layer=12, n_embd=24, n_head=2, vocab_size=100, **ends)
+    model = transformers.GPT2Model(config).eval()
+    batch = {"input_ids": torch.randint(100, (4, 16)), "use_cache": False}
+    works = {"forward pass": partial(model, **batch), **instruments(model, batch)}
+    works = {n: w for n, w in works.items() if n.startswith(only) or n == "forward pass"}
+    least = dict.fromkeys(works, float("inf"))
+    for _ in range(turns):
+        for name, work in works.items():
+            start = time.process_time()
+            work()
+            least[name] = min(least[name], time.process_time() - start)
+    plain = least.pop("forward pass")
+    for name, seconds in least.items():
+        print(f"{name} | {1000 * (seconds - plain):.2f} ms beside {1000 * plain:.2f}", flush=True)
 
 
 def finished(work: Callable[[], object]) -> Callable[[], object]:

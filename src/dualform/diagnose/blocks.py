@@ -15,6 +15,8 @@ from dualform.errors import AttentionError
 
 SMALLEST = 2
 """So many modules of one kind in a row are the blocks of a network."""
+NO_TOKENS = torch.empty(0)
+"""In the place of tokens that are not known."""
 
 See: TypeAlias = Callable[[BlockState], object]
 
@@ -45,13 +47,13 @@ def find_blocks(
         and len(module) >= SMALLEST
         and len({type(child) for child in module}) == 1
     ]
-    rows = [row for row in rows if _size(row) > 0]
-    if not rows:
+    sizes = [_size(row) for row in rows]
+    if not any(sizes):
         raise AttentionError(
             f"{type(model).__name__} has no row of {SMALLEST} or more modules of one kind, such as "
             "the blocks of a transformer; name what to look at with layers=, such as ['block*']."
         )
-    return max(rows, key=_size)
+    return rows[sizes.index(max(sizes))]
 
 
 def _matches(modules: dict[str, nn.Module], pattern: str) -> list[str]:
@@ -87,15 +89,16 @@ def watched(
     """
     running: dict[nn.Module, BlockState] = {}
     names = {block: name for name, block in blocks.items()}
+    turned = {block for block in blocks.values() if _takes_tokens_first(block)}
 
     def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        given = next((x for x in tensors if x.is_floating_point()), torch.empty(0))
-        running[block] = BlockState(names[block], torch.empty(0), _in_batches(block, given))
+        given = next((x for x in tensors if x.is_floating_point()), NO_TOKENS)
+        running[block] = BlockState(names[block], NO_TOKENS, _in_batches(given, block in turned))
 
     def leave(block: nn.Module, _: Any, out: Any) -> None:
         seen = running.pop(block)
-        seen.tokens = _tokens(block, seen.name, out)
+        seen.tokens = _in_batches(_tokens(seen.name, out), block in turned)
         see(seen)
 
     with ExitStack() as stack:
@@ -144,18 +147,18 @@ def look(
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
     """Without dropout, with statistics that stay as they are; all modules get their modes back."""
-    modes = {module: module.training for module in model.modules()}
-    for module in modes:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
         module.training = False
     try:
         yield
     finally:
-        for module, was in modes.items():
-            module.training = was
+        for module in training:
+            module.training = True
 
 
-def _tokens(block: nn.Module, name: str, out: Any) -> Tensor:
-    """(batch, tokens, width) of what a block returned."""
+def _tokens(name: str, out: Any) -> Tensor:
+    """The tokens that a block returned, in its own order."""
     x = out[0] if isinstance(out, tuple | list) else out
     x = getattr(x, "last_hidden_state", x)
     if not isinstance(x, Tensor) or x.ndim not in (2, 3):
@@ -168,13 +171,18 @@ def _tokens(block: nn.Module, name: str, out: Any) -> Tensor:
         raise AttentionError(
             f"'{name}' returned no tokens, {tuple(x.shape)}: give a batch of one sample or more."
         )
-    return _in_batches(block, x)
+    return x
 
 
-def _in_batches(block: nn.Module, x: Tensor) -> Tensor:
+def _takes_tokens_first(block: nn.Module) -> bool:
+    """Whether a block takes (tokens, batch, width)."""
+    attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
+    return attention is not None and not attention.batch_first
+
+
+def _in_batches(x: Tensor, turned: bool) -> Tensor:
     """(batch, tokens, width) of tokens as a block takes them."""
     x = x.detach()
     if x.ndim != 3:
         return x[None] if x.ndim == 2 else x
-    attention = next((m for m in block.modules() if isinstance(m, nn.MultiheadAttention)), None)
-    return x if attention is None or attention.batch_first else x.transpose(0, 1)
+    return x.transpose(0, 1) if turned else x

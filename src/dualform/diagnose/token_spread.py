@@ -148,6 +148,8 @@ def _largest_eigenvalue(factors: Sequence[Tensor], total: Tensor) -> Tensor:
     v = (start / start.norm()).to(total).expand(len(total), 1, -1)
     before, beta = torch.zeros_like(v), v.new_zeros(len(v), 1, 1)
     found: list[Tensor] = []
+    largest = torch.zeros(len(total), dtype=torch.float64)
+    searched = total.isfinite().cpu()
     for rounds in ROUNDS:
         while len(found) < 2 * rounds:
             w = reduce(torch.bmm, factors, v)
@@ -156,9 +158,10 @@ def _largest_eigenvalue(factors: Sequence[Tensor], total: Tensor) -> Tensor:
             beta = w.norm(dim=2, keepdim=True)
             found += [alpha, beta]
             before, v = v, w / beta.clamp_min(1e-30)
-        both = torch.cat([*found, total[:, None, None]], 2)[:, 0].cpu().double()
-        largest, left = _top(both[:, :-1:2], both[:, 1::2])
-        if not bool(((left > TOLERANCE * largest) & both[:, -1].isfinite()).any()):
+        both = torch.cat(found, 2)[:, 0].cpu().double()[searched]
+        largest[searched], left = _top(both[:, ::2], both[:, 1::2])
+        searched[searched.clone()] = left > TOLERANCE * largest[searched]
+        if not bool(searched.any()):
             break
     return largest.to(total)
 
