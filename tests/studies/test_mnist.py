@@ -266,6 +266,10 @@ def test_the_first_run_stays_for_the_explorer(
     explorer, (images, _) = opened(found.look[0], monkeypatch), parts
     labels = [str(label) for label in images.y.tolist()]
     check_pictures(explorer, images.pixels.numpy(), labels, asked["x"])
+    for card in explorer.view("queries", {})["queries"]:
+        assert card["right"] == ("taken for" not in card["title"])
+    wrong = explorer.view("queries", {"wrong": "1"})["queries"]
+    assert 0 < len(wrong) < len(asked["x"])
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -160,8 +160,13 @@ class Exhibit:
         return self._is_right(self._queries[at].label, self.predictions[at])
 
     def _is_right(self, label: Any, predicted: int | None) -> bool | None:
-        known = predicted is not None and label is not None and self.classes
-        return predicted == plain_label(label) if known else None
+        """A label is the number of an output, or the name of one."""
+        if predicted is None or label is None:
+            return None
+        if self.classes:
+            return bool(predicted == plain_label(label))
+        called = shorten(label, LONGEST_NAME)
+        return self.names[predicted : predicted + 1] == [called] if called in self.names else None
 
     def card(self, subject: Subject) -> QueryCard:
         """What to show of a query, as JSON."""
