@@ -62,8 +62,10 @@ class Chunk:
     @cached_property
     def positions(self) -> Tensor:
         """(rows,): which of its sample's rows it is."""
-        within = torch.arange(len(self.keys), device=self.keys.device) % self._each
-        return self._of("positions") * self._each + within
+        first = self._of("positions") * self._each
+        if self._each == 1:
+            return first
+        return first + torch.arange(len(self.keys), device=self.keys.device) % self._each
 
     def by_step(self) -> list[tuple[int, slice]]:
         """Each step's number, and its rows."""
