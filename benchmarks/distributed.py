@@ -59,7 +59,7 @@ def make_step(batch: int, sharded: bool) -> tuple[Callable[[], None], nn.Module,
 
 
 def measure(
-    rank: int, of: int, folder: str, batch: int, steps: int, turns: int, sharded: bool
+    rank: int, of: int, folder: str, batch: int, steps: int, turns: int, sharded: bool, keep: str
 ) -> None:
     """What one process does; process 0 says what came of it."""
     torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def measure(
     step, model, optimizer = make_step(batch, sharded)
     clocks = {"clock": time.perf_counter, "processor": time.process_time}
     path, results = Path(folder, "run"), {}
-    with dualform.record(model, optimizer, path) as recorder:
+    with dualform.record(model, optimizer, path, keep=keep) as recorder:
         ids = torch.arange(rank, of * batch, of)
 
         def run_recorded() -> None:
@@ -89,8 +89,8 @@ def measure(
     if rank == 0:
         for name, result in results.items():
             print(
-                f"{of} processes{', sharded' * sharded}, batch {batch} each, by the {name}: "
-                f"step × {result}, "
+                f"{of} processes{', sharded' * sharded}, batch {batch} each, "
+                f"keep='{keep}', by the {name}: step × {result}, "
                 f"{result.reference / steps * 1e3:,.0f} ms without",
                 flush=True,
             )
@@ -110,10 +110,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="how many make a turn")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--sharded", action="store_true", help="by fully_shard")
+    parser.add_argument("--keep", default="auto")
     given = parser.parse_args()
     folder = tempfile.mkdtemp()
     try:
-        asked = (given.processes, folder, given.batch, given.steps, given.turns, given.sharded)
+        how = (given.sharded, given.keep)
+        asked = (given.processes, folder, given.batch, given.steps, given.turns, *how)
         spawn(measure, asked, given.processes)
     finally:
         shutil.rmtree(folder)

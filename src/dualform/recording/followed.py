@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from dualform.ledger import Term
 from dualform.memory.blocks import as_matrix
@@ -67,18 +68,28 @@ class Followed:
 
         Of a part, its share in the sum over all parts.
         """
-        if part is not None:
+        counts = part is None or (part.counts and part.elements > 0)
+        lines = part.lines(self.term.view) if part is not None and counts else None
+        if part is not None and lines is None:
             parameter = part.widened(parameter)
-        whole = as_matrix(parameter, self.term.view, self.term.groups)
-        matrix = whole[self.look.rows]
+        own = as_matrix(parameter, self.term.view, self.term.groups)
+        lines = lines or slice(0, len(own))
+        rows = self.look.rows
+        first = min(max(rows.start, lines.start), rows.stop)
+        last = max(first, min(rows.stop, lines.stop))
+        matrix = own[first - lines.start : last - lines.start]
         if self.columns is not None:
             matrix = matrix[:, self.columns.to(matrix.device)]
         elif self.look.vectors is not None:
             vectors = self.look.vectors.to(matrix.device)
             some = matrix.split(max(1, WIDENED // len(vectors)))  # type: ignore[no-untyped-call]
             matrix = torch.cat([rows.double() @ vectors for rows in some])
-        parts = [matrix.flatten()] if self.row is None else [matrix.flatten(), whole[self.row]]
-        return torch.cat(parts).to("cpu", torch.float64)
+        around = (0, 0, first - rows.start, rows.stop - last)
+        parts = [functional.pad(matrix.double(), around).flatten()]
+        if self.row is not None:
+            is_own = lines.start <= self.row < lines.stop
+            parts.append(own[self.row - lines.start] if is_own else own.new_zeros(own.shape[1]))
+        return torch.cat([found.to("cpu", torch.float64) for found in parts])
 
 
 class LookedAt(NamedTuple):
@@ -94,18 +105,25 @@ def look_at_parts(
     parts: Mapping[str, Portion],
     followed: Mapping[str, Followed],
     weights: Sequence[Mapping[str, Tensor]],
+    known: Mapping[int, LookedAt],
     line: Line,
 ) -> dict[int, LookedAt]:
     """Adds up, over all processes, what is followed of parameters that each has a part of.
 
-    What was seen of each copy, by its identity.
+    What was seen of each copy, by its identity. Copies that are `known` in all processes are not
+    looked at again: one hand-over ends with those that the next begins with.
     """
-    seen, shares = [], []
-    for name, part in parts.items():
-        for copies in weights:
-            size = copies[name].double().square().sum().cpu() * part.counts
-            seen.append(copies[name])
-            shares += [followed[name].of(copies[name], part), size]
+    every = [(name, copies[name]) for name in parts for copies in weights]
+    is_new = line.any([id(copy) not in known for _, copy in every])
+    shares, new = list[Tensor](), dict[int, Tensor]()
+    for (name, copy), chosen in zip(every, is_new, strict=True):
+        if chosen and id(copy) not in new:
+            size = torch.linalg.vector_norm(copy, dtype=torch.float64).square().cpu()
+            shares += [followed[name].of(copy, parts[name]), size * parts[name].counts]
+            new[id(copy)] = copy
     totals = line.total(shares)
-    pairs = zip(seen, totals[::2], totals[1::2], strict=True)
-    return {id(copy): LookedAt(copy, of, float(squares) ** 0.5) for copy, of, squares in pairs}
+    pairs = zip(new.values(), totals[::2], totals[1::2], strict=True)
+    old = {id(copy): known[id(copy)] for _, copy in every if id(copy) not in new}
+    return old | {
+        id(copy): LookedAt(copy, of, float(squares) ** 0.5) for copy, of, squares in pairs
+    }

@@ -90,7 +90,8 @@ class Reconciler:
         """
         courses = dict(self._courses(steps, evidence, factors, before))
         parts = {name: self._plan.parts[name] for name in courses if name in self._plan.parts}
-        self._looked_at = look_at_parts(parts, self._followed, (before, after), self._line)
+        given = ((before, after), self._looked_at, self._line)
+        self._looked_at = look_at_parts(parts, self._followed, *given)
         if self._rule.by_numbers:
             known: dict[Any, NumbersOfSteps] = {}
             missed = {}
