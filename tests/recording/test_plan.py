@@ -197,6 +197,7 @@ def test_a_disk_that_is_too_small_is_an_error_before_training(
     monkeypatch.setattr(planning, "free_bytes", lambda path: 1000)
     with pytest.raises(LedgerError, match=r"has 1.0 kB free, .* No policy takes less: make room"):
         dualform.plan(model, x, **given)
+    assert dualform.plan(model, x, steps=1000, path="s3://bucket/run").free is None
 
 
 def test_rows_that_are_too_large_to_try_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +260,12 @@ def test_auto_counts_before_any_row_is_held() -> None:
     assert automatic.policies(["c"]) == {"c": dualform.summaries()}
     assert automatic.numbers({"c": dualform.summaries()}) == "int8"
     assert automatic.summarized == {"c"}
+    ours = Automatic({"a": "auto", "b": "auto"}, of=2)
+    ours.expect(Call(CHEAP // 24))  # a third, and as much of the other process: rows, it guesses
+    assert ours.policies(["a"]) == {"a": "rows"}
+    ours.decide(ours.expected + CHEAP)  # but the other has more
+    assert ours.policies(["a", "b"]) == {"a": dualform.summaries(), "b": dualform.summaries()}
+    assert ours.expected == 0
 
 
 def test_layers_are_recorded_by_name_and_others_by_step(tmp_path: Path) -> None:

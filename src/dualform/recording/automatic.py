@@ -107,8 +107,9 @@ class Automatic:
     def told(self, tally: RowCounts) -> str:
         """What the user is told of the decision, after a step that took so much."""
         before, after = (size_of(count) for count in (tally.bytes[ROWS], tally.stored_bytes))
+        where = f" in process 0 of {self._of}" if self._of > 1 else ""
         return (
-            f"the rows of a step would take {before}: keep='auto' stores summaries of them, "
+            f"the rows of a step would take {before}{where}: keep='auto' stores summaries of them, "
             f"{after} a step. keep='rows' stores all rows, keep='summaries' these without a word, "
             "and dualform.plan tells what each policy takes."
         )

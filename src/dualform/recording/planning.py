@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.errors import LedgerError, RecordingError
+from dualform.ledger import run_path
 from dualform.ledger.codecs import CODECS
+from dualform.ledger.object_path import ObjectPath
 from dualform.recording.automatic import CHEAP, size_of
 from dualform.recording.keep import AUTO, ROWS, SUMMARIES, Keep, policies
 from dualform.recording.plan import torch_optimizer
@@ -168,10 +170,11 @@ def plan(
         steps: how many the run will have.
         keep: another policy to try, as `record` takes it.
         path: where the run will be. If the disk there is too small for `steps` steps (of `keep`, or
-            of every policy), that is an error.
+            of every policy), that is an error. Object storage has room for any.
     """
     if steps is not None and (type(steps) is not int or steps < 1):
         raise RecordingError(f"steps={steps!r} is no number of steps from 1.")
+    folder = None if path is None else run_path(path)
     inner = None if optimizer is None else torch_optimizer(optimizer)
     rehearsal = Rehearsal(model, inner, batch, loss)
     with undisturbed(model, inner, loss):
@@ -179,7 +182,7 @@ def plan(
     plain = statistics.median([f.times.plain for f in found.values() if f.times is not None])
     costs = {name: _costs(name, f, rehearsal, steps, plain) for name, f in found.items()}
     asked = "" if keep is None else _label(keep)
-    free = None if path is None else free_bytes(path)
+    free = None if folder is None or isinstance(folder, ObjectPath) else free_bytes(folder)
     if path is not None and free is not None and steps is not None:
         _require_room(costs, asked, free, path, steps)
     recommended, reason = _recommend(costs, free)

@@ -145,7 +145,8 @@ class StepRecorder:
         """Says once what keep="auto" summarizes: after the first step that it could do so in."""
         rows, automatic = self.stages.watch.rows, self.stages.watch.automatic
         tally = rows.tally or RowCounts()
-        if automatic.summarized and tally.stored_bytes >= tally.bytes.get(ROWS, 0):
+        early = self._agreed is not None and self.step == self._first + 1
+        if automatic.summarized and (early or tally.stored_bytes >= tally.bytes.get(ROWS, 0)):
             rows.tally = RowCounts()  # the bases are not known yet
             return
         if automatic.summarized and self.stages.meeting.line.rank == 0:
