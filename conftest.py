@@ -15,6 +15,15 @@ collect_ignore = [] if find_spec("quanda") else ["src/dualform/evaluate/quanda.p
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)  # tests run side by side; threads of each would wait for the others
 
+
+def manual_seed(seed: int) -> torch.Generator:
+    """What torch's own does, without notes for devices that are not there: each has the stack."""
+    return torch.default_generator.manual_seed(int(seed))
+
+
+if not torch.accelerator.is_available():
+    torch.manual_seed = manual_seed
+
 gc.disable()  # until all tests are found, whose million objects stay as long as the process
 
 settings.register_profile("same", derandomize=True, deadline=None)  # on a busy machine, too
@@ -69,16 +78,10 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Fixtures draw the same numbers, whichever tests came before."""
-    seed()
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
     """And so do tests, whichever fixtures were made for them."""
-    seed()
-
-
-def seed() -> None:
-    """What `torch.manual_seed` does, but without a note for each kind of device that is not there:
-    it comes with the whole stack, and thousands of tests write several."""
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
+    torch.manual_seed(0)
