@@ -14,7 +14,7 @@ from dualform.attention.kernels_statistics import rewrite
 
 kernels_statistics.ROWS = 256
 
-shapes = ((2, 3, 50, 70, 8), (1, 2, 300, 600, 16), (1, 1, 5, 700, 24), (1, 2, 300, 600, 64))
+shapes = ((2, 3, 50, 70, 8), (1, 1, 300, 600, 16), (1, 1, 5, 700, 24), (1, 1, 300, 600, 64))
 for B, H, L, S, D in shapes:
     q, k, v = make(B, H, L, D), make(B, H, S, D) + 3, make(B, H, S, D)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # as projections leave it

@@ -17,6 +17,7 @@ from urllib.parse import urlencode, urlsplit
 
 import numpy as np
 import pytest
+from tests import processes
 
 from dualform.explore import Exhibit, Explorer
 from dualform.explore.jobs import CancelledByReader, Jobs
@@ -234,14 +235,8 @@ def test_a_scan_that_nobody_waits_for_ends() -> None:
 
 def test_a_port_in_use_is_said(served: Served, digits: Exhibit, folder: Path) -> None:
     port = str(urlsplit(served.address).port)
-    command = [sys.executable, "-c", "from dualform.cli import main; main()", "view"]
-    result = subprocess.run(
-        [*command, str(digits.run.path), "--no-browser", "--port", port],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        check=False,
-    )
+    given = ("view", str(digits.run.path), "--no-browser", "--port", port)
+    result = processes.dualform(*given, cwd=folder)
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
     assert "give another port" in result.stderr

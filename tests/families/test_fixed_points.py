@@ -258,7 +258,7 @@ def trained(layer: EquilibriumAttention, steps: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("seed", "steps"),
-    [(0, 120), *(pytest.param(seed, 400, marks=pytest.mark.long) for seed in (0, 1, 2))],
+    [(0, 60), *(pytest.param(seed, 400, marks=pytest.mark.long) for seed in (0, 1, 2))],
 )
 def test_an_equilibrium_contracts_however_long_it_is_trained(seed: int, steps: int) -> None:
     torch.manual_seed(seed)

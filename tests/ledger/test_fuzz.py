@@ -7,9 +7,9 @@ from tests.ledger.fuzz import fuzz
 
 
 def test_random_damage_is_never_silent() -> None:
-    outcomes = fuzz(count=100, seed=0)
-    assert outcomes["refused"] > 30
-    assert outcomes["right"] > 5  # in what is only for people
+    outcomes = fuzz(count=50, seed=0)
+    assert outcomes["refused"] > 15
+    assert outcomes["right"] > 2  # in what is only for people
 
 
 @pytest.mark.long

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 from tests.ledger.damaging import flip, logs
+from tests.processes import SERVER, started
 
 import dualform
 from dualform.errors import CorruptError, LedgerError, RunLockedError, UnknownStepError
@@ -30,7 +31,6 @@ from dualform.ledger import (
 )
 from dualform.ledger.ids import encode_ids
 
-ROOT = Path(__file__).parents[2]
 INFO = RunInfo((Book("w", (1,), "float32"),), "sgd", ("lr", "momentum"))
 STREAM = Declaration(Stream("fc", (0,), (1,)), {"w": Term("sum", "flat")})
 LR = 0.5
@@ -57,55 +57,60 @@ def rank_block(first: int, last: int, rank: int, names: list[str] | None = None)
     return ShardBlock(first, last, arrays, streams=[STREAM])
 
 
+def write_as_rank(path: Path, rank: int, begin: int, orders: Connection) -> None:
+    """Writes a step for each order until it is told to stop; prints each once it is committed."""
+    if rank:
+        writer = LedgerWriter.join(path, rank)
+    elif begin:
+        writer = LedgerWriter.resume(path, begin, of=2)
+    else:
+        writer = LedgerWriter.create(path, INFO, {"w": torch.zeros(1)}, of=2)
+    print(begin, flush=True)
+    step = begin
+    while orders.recv() == "step":
+        step += 1
+        writer.append(rank_block(step, step, rank))
+        writer.flush()
+        print(step, flush=True)
+    writer.close()
+
+
+@dataclass(frozen=True)
 class Rank:
     """A process that writes as one rank."""
 
-    def __init__(self, path: Path, rank: int, begin: int) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("rank_victim.py"))]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-        self.process = subprocess.Popen(
-            [*command, str(path), str(rank), str(begin)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        assert self._line() == str(begin)
+    process: BaseProcess
+    printed: IO[str]
+    orders: Connection
+
+    @classmethod
+    @contextmanager
+    def started(cls, path: Path, rank: int, begin: int) -> Iterator[Rank]:
+        theirs, ours = SERVER.Pipe(duplex=False)
+        with started(write_as_rank, path, rank, begin, theirs) as (process, printed):
+            assert printed.readline() == f"{begin}\n"
+            yield cls(process, printed, ours)
 
     def step(self) -> None:
         """Returns when one more step is committed."""
-        assert self.process.stdin is not None
-        self.process.stdin.write("step\n")
-        self.process.stdin.flush()
-        self._line()
+        self.orders.send("step")
+        assert self.printed.readline(), "the process ended before it was asked to"
 
     def kill(self) -> None:
         self.process.kill()
-        assert self.process.wait() == -signal.SIGKILL
+        self.process.join()
 
     def end(self) -> None:
-        self.process.communicate("end\n")
-        assert self.process.returncode == 0
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the process ended before it was asked to"
-        return line.strip()
+        self.orders.send("end")
+        self.process.join()
+        assert self.process.exitcode == 0
 
 
 @contextmanager
 def two_ranks(path: Path, begin: int = 0) -> Iterator[tuple[Rank, Rank]]:
     """Two processes; what is left of them at the end is ended."""
-    ranks = [Rank(path, 0, begin)]
-    try:
-        ranks.append(Rank(path, 1, begin))
-        yield ranks[0], ranks[1]
-    finally:
-        for rank in ranks:
-            if rank.process.poll() is None:
-                rank.process.kill()
-            rank.process.communicate()
+    with Rank.started(path, 0, begin) as zero, Rank.started(path, 1, begin) as one:
+        yield zero, one
 
 
 def weight(path: Path) -> float:

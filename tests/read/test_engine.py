@@ -142,8 +142,9 @@ def summarized(path: Path) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_folds_shards_and_partial_results_can_be_sent(
-    made: Callable[[str], Made], tmp_path: Path
+    every: int, made: Callable[[str], Made], tmp_path: Path
 ) -> None:
     """Every kind of fold, in every read: what comes out elsewhere gives the same result."""
     summarized(tmp_path / "run")
@@ -151,8 +152,8 @@ def test_folds_shards_and_partial_results_can_be_sent(
     audits = [dualform.open(tmp_path / "run", engine=e).audit() for e in (engine, Serial())]
     assert audits[0].to_dict() == audits[1].to_dict()
     seen: set[type] = set(engine.seen)
-    for optimizer in KINDS:
-        for read in offered(optimizer):
+    for at, optimizer in enumerate(KINDS):
+        for read in offered(optimizer)[at % every :: every]:
             engine = Sending()
             found = asked_of(optimizer, engine, made, read)
             close(found, one_by_one(optimizer, made, read), 1e-12 if optimizer == "SOAP" else 0)
@@ -246,7 +247,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(made: Callable[[str], Made]
     for read in offered("SGD, Nesterov"):
         one, *others = (
             asked_of("SGD, Nesterov", Threads(workers, part_bytes=1), made, read)
-            for workers in (1, 3, 3, 16)
+            for workers in (1, 3, 16)
         )
         assert all(np.array_equal(one, other) for other in others)
 
