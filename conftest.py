@@ -37,8 +37,8 @@ def pytest_sessionstart() -> None:
 
 TRAINED = ("fitted", "trained", "stepped")
 """Fixtures that train a case once for all tests of a process."""
-TOGETHER = ("test_cli.py", "test_build.py", "test_objects.py", "explore")
-"""Files and folders whose fixtures take longer than their tests: demos, wheels, servers."""
+TOGETHER = ("test_cli.py", "test_build.py", "test_house.py", "test_objects.py", "explore")
+"""Files and folders that share what takes long: demos, wheels, syntax trees, servers."""
 
 
 def group_of(item: pytest.Item) -> str | None:
