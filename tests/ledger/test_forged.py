@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from tests.ledger.damaging import logs
-from tests.ledger.fuzz import fuzz, in_time_and_memory
+from tests.ledger.fuzz import fuzz, in_time_and_memory, read_everything, record_run
 from tests.ledger.mutations import seal_again
 
 from dualform.errors import CorruptError, ReadingError
 from dualform.ledger import Ledger
 from dualform.ledger.tensor_writing import write_tensors
+from dualform.ledger.tensors import TensorFile
 from dualform.read.coefficients import Accounting
 from dualform.read.engine import ShardRange
 from dualform.read.scan import chunks
@@ -201,6 +202,20 @@ def test_a_run_whose_rates_have_another_name_is_refused(recorded: Path, tmp_path
     seal_again(path, path)
     with pytest.raises(CorruptError, match=r"hyper-parameters lp, .*, and 'sgd' has a rate, 'lr'"):
         read(path)
+
+
+def test_numbers_that_no_optimizer_has_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    record_run(path)
+    for file in sorted(path.glob("writer-*/*.safetensors")):
+        arrays = {name: [TensorFile(file).read(name)] for name in TensorFile(file).arrays}
+        if "hyper" in arrays:
+            arrays["hyper"][0][:] = 2.0  # among them β2: the square root of a negative number
+            file.unlink()
+            write_tensors(file, arrays)
+    seal_again(path, path)
+    with pytest.raises(CorruptError, match=r"none that 'adam' can have \(math domain error\)"):
+        read_everything(path)
 
 
 def test_a_forged_run_is_read_within_bounds() -> None:

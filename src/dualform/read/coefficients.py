@@ -33,6 +33,7 @@ from dualform.optimizers import (
     rule_named,
 )
 from dualform.read.engine import Engine, RowReader, Threads
+from dualform.read.moves import computable
 from dualform.read.replay import KeptDivisors, Replay, spans_of
 from dualform.read.scan import Chunk
 
@@ -327,7 +328,8 @@ class Accounting:
         history = self.history(book)
         key = (history.states.tobytes(), history.hyper.tobytes(), repr(history.buffers).encode())
         if key not in self._known:
-            self._known[key] = self.rule.scalar.coefficients(history, self.shares)
+            with computable(self.rule):
+                self._known[key] = self.rule.scalar.coefficients(history, self.shares)
         return self._known[key]
 
     def numbers(self, book: Book) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
 
-from dualform.optimizers import Hyper, State, StateRule, Step
+from dualform.errors import CorruptError, DualformError
+from dualform.optimizers import Hyper, Rule, State, StateRule, Step
 
 MOST_STEPS = 32
 """How many steps are made at once: the work of a step grows with it, its calls of torch fall."""
@@ -37,6 +39,28 @@ class Move(NamedTuple):
     """Where it leads."""
 
 
+@contextmanager
+def computable(rule: Rule) -> Iterator[None]:
+    """Numbers that an optimizer cannot compute with are an error of the run.
+
+    >>> from dualform.optimizers import rule_named
+    >>> with computable(rule_named("adam")):
+    ...     (1 - 2.0**3) ** 0.5 / 0
+    Traceback (most recent call last):
+    dualform.errors.CorruptError: some hyper-parameters of the run, or its counts of steps, are none
+    that 'adam' can have (...division by zero); restore it from a copy.
+    """
+    try:
+        yield
+    except DualformError:
+        raise
+    except (ArithmeticError, ValueError) as error:
+        raise CorruptError(
+            "some hyper-parameters of the run, or its counts of steps, are none that "
+            f"'{rule.name}' can have ({error}); restore it from a copy."
+        ) from error
+
+
 def moves(
     rule: StateRule, hypers: Sequence[Hyper], gradients: Tensor, at: Moment
 ) -> Iterator[Move]:
@@ -44,16 +68,17 @@ def moves(
 
     One move if the rule can, else one each.
     """
-    found = rule.stretch(hypers, at.state, gradients) if len(hypers) > 1 else None
-    if found is not None:
-        step, state = found
-        after = Moment(*step.forward(at.W, at.b, gradients), state)
-        yield Move(slice(None), len(hypers), step, after)
-        return
-    for place, (hyper, gradient) in enumerate(zip(hypers, gradients.unbind(), strict=True)):
-        step, state = rule.transition(hyper, at.state, at.W, at.b, gradient)
-        at = Moment(*step.forward(at.W, at.b, gradient), state)
-        yield Move(place, 1, step, at)
+    with computable(rule):
+        found = rule.stretch(hypers, at.state, gradients) if len(hypers) > 1 else None
+        if found is not None:
+            step, state = found
+            after = Moment(*step.forward(at.W, at.b, gradients), state)
+            yield Move(slice(None), len(hypers), step, after)
+            return
+        for place, (hyper, gradient) in enumerate(zip(hypers, gradients.unbind(), strict=True)):
+            step, state = rule.transition(hyper, at.state, at.W, at.b, gradient)
+            at = Moment(*step.forward(at.W, at.b, gradient), state)
+            yield Move(place, 1, step, at)
 
 
 def stretches(

@@ -24,6 +24,7 @@ from dualform.read.coefficients import Accounting
 from dualform.read.contributions import row_sums
 from dualform.read.engine.interface import Partial
 from dualform.read.grouping import Grouping
+from dualform.read.moves import computable
 from dualform.read.replay import kept_moment
 from dualform.read.samples_matrix.block_sums import Make
 from dualform.read.samples_matrix.columns import Columns
@@ -198,7 +199,8 @@ class OptimizerMetric:
         rule = self._accounting.rule.replayed
         hyper = history.at(step, rule.fields)
         W, b, state = kept_moment(self._accounting.reader, rule, book, step)
-        transition, _ = rule.transition(hyper, state, W, b, torch.zeros_like(W))
+        with computable(rule):
+            transition, _ = rule.transition(hyper, state, W, b, torch.zeros_like(W))
         return as_operator(times(transition.in_the_end(), 1 / (hyper["lr"] or 1.0)))
 
     def _measured(self, book: Book) -> Tensor | None:
