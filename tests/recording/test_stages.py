@@ -23,6 +23,7 @@ from dualform import recording
 from dualform.errors import CoverageWarning
 from dualform.owners import BatchSamples, Owners
 from dualform.recording.accounts import Evidence, Feed
+from dualform.recording.changes import Changes
 from dualform.recording.delivery import Delivery
 from dualform.recording.messages import Findings, Handover, RecordedStep, WeightSpan
 from dualform.recording.pages import Page, StreamRows
@@ -44,7 +45,7 @@ MOST_FIELDS = 10
 
 @pytest.mark.parametrize(
     "message",
-    [RecordedStep, Handover, Findings, BatchSamples, OpenStream, Look, StreamRows, Feed, Evidence],
+    [Changes, Handover, Findings, BatchSamples, OpenStream, Look, StreamRows, Feed, Evidence],
     ids=lambda message: message.__name__,
 )
 def test_messages_are_frozen(message: type) -> None:
@@ -53,6 +54,16 @@ def test_messages_are_frozen(message: type) -> None:
     for field in fields:
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(instance, field.name, None)
+
+
+def test_steps_are_frozen() -> None:
+    step = RecordedStep(1, (), (), (), {})
+    for field in RecordedStep._fields:
+        with pytest.raises(AttributeError):
+            setattr(step, field, None)
+    for mapping in (step.changes, step.divisors, step.edited):
+        with pytest.raises(TypeError):
+            mapping["w"] = torch.zeros(1)  # type: ignore[index]
 
 
 def mutable_fields(cls: type) -> set[str]:
@@ -282,6 +293,8 @@ def fingerprint(thing: Any, seen: set[int] | None = None) -> Any:
     """What a message holds: values of plain things, identities and versions of tensors."""
     if isinstance(thing, Tensor):
         return id(thing), thing._version
+    if isinstance(thing, Changes):
+        return list(thing), [fingerprint(vector) for vector in thing.vectors]
     if isinstance(thing, Mapping):
         return {name: fingerprint(value) for name, value in thing.items()}
     if isinstance(thing, WeightSpan):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from xxhash import xxh3_128
+from xxhash import xxh3_128, xxh3_128_digest
 
 from dualform.ledger.format import Declaration
 from dualform.ledger.tensors import raw
@@ -197,6 +197,9 @@ def _fingerprints(
     keys: Sequence[Sequence[Tensor]], counts: Sequence[int], seed: int
 ) -> NDArray[np.uint64]:
     """(visits, 2): 128 bits of each visit's keys."""
+    if len(keys) == 1:  # one call a visit, whose loop keeps training from the interpreter
+        whole = b"".join([xxh3_128_digest(piece, seed) for piece in _pieces(keys[0], counts)])
+        return np.frombuffer(whole, np.uint64).reshape(-1, 2)
     hashes = [xxh3_128(piece, seed) for piece in _pieces(keys[0], counts)]
     for parts in keys[1:]:
         for each, piece in zip(hashes, _pieces(parts, counts), strict=True):
@@ -205,16 +208,21 @@ def _fingerprints(
     return np.frombuffer(digests, np.uint64).reshape(-1, 2)
 
 
-def _pieces(parts: Sequence[Tensor], counts: Sequence[int]) -> Iterator[memoryview]:
+def _pieces(parts: Sequence[Tensor], counts: Sequence[int]) -> list[memoryview]:
     """The bytes of each visit's records; a part holds whole visits."""
-    left = iter(counts)
+    alike, left, pieces = len(set(counts)) == 1, iter(counts), list[memoryview]()
     for part in parts:
         data, at = raw(part), 0
         size = len(data) // max(1, len(part))
+        if alike:
+            each = max(1, counts[0] * size)
+            pieces += [data[at : at + each] for at in range(0, len(data), each)]
+            continue
         while at < len(data):
             end = at + next(left) * size
-            yield data[at:end]
+            pieces.append(data[at:end])
             at = end
+    return pieces
 
 
 def _find(known: NDArray[np.uint64], prints: NDArray[np.uint64]) -> NDArray[np.int64]:

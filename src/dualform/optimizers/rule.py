@@ -121,10 +121,9 @@ class Rule(ABC):
 
         `double` says whether torch keeps the numbers of its state in float64.
         """
-        betas = dict(zip(("beta1", "beta2"), group.get("betas", ()), strict=False))
-        double = torch.get_default_dtype() == torch.float64
-        options = {**group, **betas, "double": double}
-        return tuple([float(options[name]) for name in self.fields])
+        given = {"double": torch.get_default_dtype() == torch.float64}
+        given |= zip(("beta1", "beta2"), group.get("betas", ()), strict=False)
+        return tuple([float(given[name] if name in given else group[name]) for name in self.fields])
 
     def memory(self, optimizer: Optimizer, parameter: Tensor) -> State:
         """What the optimizer remembers of a parameter now, under the names of buffer and state.

@@ -6,7 +6,7 @@ bias. Their rows and their gradients are probed alike (`probe.py`). `factors.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 from dualform.errors import NonFiniteError
 from dualform.ledger import Declaration, Stream, Term
 from dualform.optimizers import BY_ROW
+from dualform.recording.changes import stacks
 from dualform.recording.messages import Pages, RecordedStep
 from dualform.recording.pages import StreamRows, rows_by_sample
 from dualform.recording.probe import Look, in_double, probe_rows
@@ -261,7 +262,8 @@ def accounts_of(streams: Sequence[OpenStream | Declaration]) -> list[tuple[set[s
 
 def looks_of(steps: Sequence[RecordedStep]) -> dict[str, Look]:
     """How each book was probed."""
-    return {name: look for step in steps for name, look in step.looks.items()}
+    different = {id(step.looks): step.looks for step in steps}.values()
+    return {name: look for looks in different for name, look in looks.items()}
 
 
 def probes_of(
@@ -297,12 +299,10 @@ def finite_steps(
     """The steps up to the first whose gradient, or observed change, is not finite."""
     every = [step.number for step in steps]
     signals = [(book, every, probe.isfinite().all(1)) for book, probe in probes.items()]
-    for book in dict.fromkeys(name for step in steps for name in step.changes):
-        changed = [step for step in steps if book in step.changes]
-        sums = torch.stack([step.changes[book] for step in changed]).flatten(1).sum(1)
+    for book, changed, sums in sorted(_sums_of_changes(steps, sharded), key=lambda own: own[:2]):
         if book in sharded:
             (sums,) = line.total([sums.cpu()])
-        signals.append((book, [step.number for step in changed], sums.isfinite()))
+        signals.append((book, changed, sums.isfinite()))
     error = None
     for book, numbers, finite in signals:
         if not finite.all():
@@ -310,3 +310,18 @@ def finite_steps(
             if error is None or bad < error.step:
                 error = NonFiniteError.at(book, bad)
     return [step for step in steps if error is None or step.number < error.step], error
+
+
+def _sums_of_changes(
+    steps: Sequence[RecordedStep], sharded: Collection[str]
+) -> Iterator[tuple[str, list[int], Tensor]]:
+    """For each book that may have changes that are not finite, their steps and sums.
+
+    So may those of which a process has a part.
+    """
+    for stack in stacks([step.changes for step in steps]):
+        numbers, values = [steps[at].number for at in stack.at], stack.values()
+        is_finite = bool(values.sum(1).isfinite().all())
+        for name, place in stack.places.items():
+            if name in sharded or not is_finite:
+                yield name, numbers, values[:, place.part].sum(1)

@@ -106,6 +106,8 @@ class BookStates:
         self._kept = dict.fromkeys(books, Kept.UNSEEN)
         self._reasons: dict[str, str] = {}
         self.unverified: frozenset[str] = frozenset()
+        self.new = frozenset(self._kept)
+        """Books whose rows have not been held against a gradient yet."""
         self.by_row: frozenset[str] = frozenset()
         """Books that are kept by row, verified or not."""
         self.by_step: frozenset[str] = frozenset()
@@ -115,10 +117,6 @@ class BookStates:
     def kept(self, book: str) -> Kept:
         """How a book is kept now."""
         return self._kept[book]
-
-    def is_new(self, book: str) -> bool:
-        """Whether its rows have not been held against a gradient yet."""
-        return self._kept[book] in (Kept.UNSEEN, Kept.UNVERIFIED)
 
     def reason(self, book: str) -> str:
         """Why a book is kept by step; empty where it is not."""
@@ -133,6 +131,7 @@ class BookStates:
                 self._reasons.setdefault(book, reasons[book])
         self._kept |= after
         self.unverified = self._all(Kept.UNVERIFIED)
+        self.new = self._all(Kept.UNSEEN, Kept.UNVERIFIED)
         self.by_row = self._all(*_WITH_ROWS)
         self.by_step = self._all(*_BY_STEP)
         self.shared = self._all(Kept.SHARED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -23,10 +22,12 @@ from dualform.recording.accounts import (
     books_in_bases,
     finite_steps,
     gather_evidence,
+    looks_of,
     probes_of,
 )
 from dualform.recording.batch_sizes import BatchSizes
 from dualform.recording.book_states import Event, Note
+from dualform.recording.changes import Changes, by_book, with_changes
 from dualform.recording.entries import Entries
 from dualform.recording.excerpts import Excerpt, differing
 from dualform.recording.factors import find_factors
@@ -135,6 +136,8 @@ class Bookkeeper:
     def _whole_changes(self, steps: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
         """The steps with what is kept of whole books in process 0, where each process has parts."""
         parts, pieces = self._plan.parts, dict[str, Kept]()
+        if not parts:
+            return steps
         for at, step in enumerate(steps):
             for kind, kept in (("change", step.changes), ("divisor", step.divisors)):
                 own = {name: kept[name] for name in sorted(kept.keys() & parts.keys())}
@@ -145,9 +148,8 @@ class Bookkeeper:
             return {name: whole.get(f"{at} {kind} {name}", own) for name, own in kept.items()}
 
         return [
-            replace(
-                step,
-                changes=put_in(at, "change", step.changes),
+            step._replace(
+                changes=Changes.of(put_in(at, "change", step.changes)),
                 divisors=put_in(at, "divisor", step.divisors),
             )
             for at, step in enumerate(steps)
@@ -221,7 +223,7 @@ class Bookkeeper:
     ) -> list[tuple[Event, Note]]:
         """Books that changed between steps, or since the last; after the very last none count."""
         ends = [self._last, *(step.after for step in steps)]
-        by_row = {book for step in steps for book in step.looks}
+        by_row = looks_of(steps).keys()
         found = differing(ends[:-1], [step.before for step in steps], by_row)
         self._last = ends[-1]
         if not handover.last:
@@ -260,7 +262,9 @@ class Bookkeeper:
         by_row = (torch.tensor([step.states for step in steps]) == BY_ROW).any(0)
         names = [name for name in span.before if not by_row[self._plan.columns[name]]]
         names = [name for name in names if name not in self._broken]
-        observed = {name: _with_changes(steps, name, span.before[name]) for name in names}
+        observed = with_changes(
+            [step.changes for step in steps], {name: span.before[name] for name in names}
+        )
         found = dict.fromkeys(unlike(observed, span.after), steps[0].number)
         return self._changed(found, span, accounts, OUTSIDE)
 
@@ -305,19 +309,25 @@ class Bookkeeper:
     ) -> Sequence[RecordedStep]:
         """Books what these steps did to broken books as one observed change, at the last."""
         states = [list(step.states) for step in steps]
-        changes = [dict(step.changes) for step in steps]
-        for name in books:
+        changes: dict[int, dict[str, Tensor]] = {}
+        for name, end in with_changes(
+            [step.changes for step in steps], {name: span.before[name] for name in books}
+        ).items():
             column, after = self._plan.columns[name], span.after[name]
-            rest = (after - _with_changes(steps, name, span.before[name])).to(after.dtype)
+            rest = (after - end).to(after.dtype)
             unseen = [at for at, state in enumerate(states) if state[column] != OBSERVED]
             for at in unseen:
                 states[at][column] = UNTOUCHED
-            last = unseen[-1] if unseen else -1
-            changes[last][name] = changes[last].get(name, 0) + rest
+            last = unseen[-1] if unseen else len(steps) - 1
+            changed = changes.setdefault(last, dict(steps[last].changes))
+            changed[name] = changed.get(name, 0) + rest
             states[last][column] = OBSERVED
         return [
-            replace(step, states=tuple(own), changes=change)
-            for step, own, change in zip(steps, states, changes, strict=True)
+            step._replace(
+                states=tuple(states[at]),
+                changes=Changes.of(changes[at]) if at in changes else step.changes,
+            )
+            for at, step in enumerate(steps)
         ]
 
 
@@ -363,12 +373,6 @@ def _bases(opened: OpenStream) -> list[tuple[str, Tensor]]:
     return [(name, basis) for name, basis in sides if basis is not None]
 
 
-def _with_changes(steps: Sequence[RecordedStep], name: str, before: Tensor) -> Tensor:
-    """What a book was before these steps, with the changes that were observed; itself if none."""
-    changes = [step.changes[name] for step in steps if name in step.changes]
-    return functools.reduce(torch.add, changes, before.double()) if changes else before
-
-
 def _step_arrays(steps: Sequence[RecordedStep], factors: Tensor) -> Arrays:
     groups = max(len(step.hyper) for step in steps)  # a group may have been added on the way
     hyper = [step.hyper + step.hyper[:1] * (groups - len(step.hyper)) for step in steps]
@@ -383,10 +387,10 @@ def _step_arrays(steps: Sequence[RecordedStep], factors: Tensor) -> Arrays:
 def _observed_arrays(steps: Sequence[RecordedStep]) -> Arrays:
     """What the steps did to books that are kept by step, and what they divided others by."""
     arrays: Arrays = {}
-    for book in dict.fromkeys(name for step in steps for name in step.changes):
-        found = [(step.number, step.changes[book]) for step in steps if book in step.changes]
-        arrays[f"{book}/changes"] = [to_host(torch.stack([change for _, change in found]))]
-        arrays[f"{book}/change_steps"] = [torch.tensor([number for number, _ in found])]
+    numbers = torch.tensor([step.number for step in steps])
+    for book, (at, changes) in by_book([step.changes for step in steps]).items():
+        arrays[f"{book}/changes"] = [changes]
+        arrays[f"{book}/change_steps"] = [numbers[at]]
     for step in steps:
         for book, divisor in step.divisors.items():
             arrays.setdefault(f"{book}/divisors", []).append(to_host(divisor[None]))

@@ -8,13 +8,15 @@ training thread applies before its next step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from dualform.recording.book_states import Event, Note
+from dualform.recording.changes import NO_CHANGES, Changes
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt
 from dualform.recording.pages import Page
 from dualform.recording.probe import Look
@@ -25,6 +27,9 @@ Pages: TypeAlias = Sequence[tuple[OpenStream, Sequence[Page]]]
 """The streams, in the order they were opened, each with its pages."""
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class WeightSpan(NamedTuple):
     """Parameters that are not kept by step, as they were at the last hand-over and are now."""
 
@@ -32,8 +37,7 @@ class WeightSpan(NamedTuple):
     after: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedStep:
+class RecordedStep(NamedTuple):
     """Everything one optimizer step left behind."""
 
     number: int
@@ -50,19 +54,19 @@ class RecordedStep:
     """The books that the step touches by row, and what was kept of their gradients, end to end."""
     before: Excerpt = NO_EXCERPT
     after: Excerpt = NO_EXCERPT
-    changes: Mapping[str, Tensor] = field(default_factory=dict)
+    changes: Changes = NO_CHANGES
     """What the step did to the books that are kept by step."""
-    divisors: Mapping[str, Tensor] = field(default_factory=dict)
+    divisors: Mapping[str, Tensor] = NOTHING
     """What the step divided books by that are summarized, at some steps."""
-    edited: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    edited: Mapping[str, Mapping[str, Tensor]] = NOTHING
     """What a spot check found: for each reason and book, whether the book must go by step."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of observed changes and divisors, and of what was kept of gradients."""
         kept = 0 if self.probe is None else self.probe[1].nbytes
-        copies = (*self.changes.values(), *self.divisors.values())
-        return kept + sum([copy.nbytes for copy in copies])
+        divisors = sum([copy.nbytes for copy in self.divisors.values()])
+        return kept + self.changes.nbytes + divisors
 
 
 @dataclass(frozen=True, slots=True)

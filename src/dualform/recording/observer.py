@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
+from dualform.private import version_of
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates, Event, Kept, Note
+from dualform.recording.changes import NO_CHANGES, Changes
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt, Excerpts
 from dualform.recording.gradients import GradientProbes
 from dualform.recording.messages import RecordedStep, WeightSpan
@@ -39,6 +41,8 @@ class Arrangement:
     """The same where the parameter has none."""
     by_row: tuple[tuple[str, int, nn.Parameter], ...]
     by_step: tuple[tuple[int, nn.Parameter], ...]
+    observed: tuple[str, ...]
+    """Books that are kept by step if their parameters have gradients."""
     undecided: tuple[tuple[str, nn.Parameter], ...]
     """Books that the optimizer has, and whose rows have not been seen."""
 
@@ -65,8 +69,11 @@ class StepObserver:
         """The parameters before the step under way."""
         self.uncaptured: dict[str, str] = {}
         """Books of which a compiled model leaves no records, and why."""
+        self._changes_of = changes_of if plan.parts else version_of
         self._memory: dict[str, Memory] = {}
         """What the last step left the optimizer to remember of the books kept by row."""
+        self._held: tuple[frozenset[str], frozenset[str], tuple[int, ...]] | None = None
+        """The books by step, those that are shared, and all groups, when copies were made."""
         self._regroup()
         self._span.take(states.by_step, self.trained())
         self.hold()
@@ -116,6 +123,10 @@ class StepObserver:
 
     def hold(self) -> None:
         """Copies the parameters that are kept by step, where nothing was copied before."""
+        known = (self.states.by_step, self.states.shared, self._groups)
+        if known == self._held:
+            return
+        self._held = known
         for name in self.states.by_step:
             in_optimizer = self._groups[self._plan.columns[name]] >= 0
             if in_optimizer or name in self.states.shared:
@@ -141,14 +152,16 @@ class StepObserver:
 
         `edited` is what a spot check of it found.
         """
-        changes: dict[str, Tensor] = {}
+        changes = NO_CHANGES
         if self.states.by_step:
-            observed = [n for n, at in self._plan.columns.items() if step.states[at] == OBSERVED]
+            observed = self._arranged.observed
+            if step.states is not self._arranged.states:
+                observed = self._observed(step.states)
             changes = self._copies.changes(observed)
         self._memory = self._memories()
         divisors = self.divisors() if is_due(step.number) else {}
         after = self.excerpts.take()
-        return replace(step, changes=changes, after=after, edited=edited, divisors=divisors)
+        return step._replace(changes=changes, after=after, edited=edited, divisors=divisors)
 
     def divisors(self) -> dict[str, Tensor]:
         """What the step just made divided by, of books whose rows are summarized; in 16 bits."""
@@ -183,7 +196,7 @@ class StepObserver:
         for book, change in changes.items():
             states[self._plan.columns[book]] = OBSERVED
             total[book] = total.get(book, 0) + change
-        return replace(step, states=tuple(states), changes=total)
+        return step._replace(states=tuple(states), changes=Changes.of(total))
 
     def standing(self, number: int, notes: Sequence[Note]) -> RecordedStep:
         """A step that leaves every book alone."""
@@ -213,7 +226,7 @@ class StepObserver:
             if p.grad is not None:
                 if id(p) in refused:
                     lost[name] = (Event.GROUP_REFUSED, refused[id(p)])
-                elif _is_altered(self._memory.get(name), state.get(p)):
+                elif _is_altered(self._memory.get(name), state.get(p), self._changes_of):
                     lost[name] = (Event.STATE_CHANGED, FORGOTTEN)
                 elif name in self.uncaptured:
                     lost[name] = (Event.UNCAPTURED, self.uncaptured[name])
@@ -226,9 +239,9 @@ class StepObserver:
 
     def _memories(self) -> dict[str, Memory]:
         """What the optimizer remembers now of the books kept by row."""
-        state = self._optimizer.state
+        state, changes = self._optimizer.state, self._changes_of
         return {
-            name: [(part, changes_of(part)) for part in own.values() if isinstance(part, Tensor)]
+            name: [(part, changes(part)) for part in own.values() if isinstance(part, Tensor)]
             for name, _, p in self._arranged.by_row
             if (own := state.get(p)) is not None
         }
@@ -272,6 +285,7 @@ class StepObserver:
             idle,
             tuple([(name, at, p) for name, at, p, state in books if state == BY_ROW]),
             tuple([(at, p) for _, at, p, state in books if state == OBSERVED]),
+            self._observed(states),
             tuple(
                 [
                     (name, p)
@@ -281,6 +295,10 @@ class StepObserver:
             ),
         )
         self._probes.choose([name for name, _, _ in self._arranged.by_row])
+
+    def _observed(self, states: Sequence[int]) -> tuple[str, ...]:
+        """The books that a step keeps as they were observed."""
+        return tuple([name for name, at in self._plan.columns.items() if states[at] == OBSERVED])
 
     def _regroup(self) -> None:
         """Finds each parameter's group; -1 where the optimizer does not have it."""
@@ -316,7 +334,9 @@ def times_due(steps: int) -> int:
     return powers + steps // SELDOM - max(0, powers - SELDOM.bit_length() + 1)
 
 
-def _is_altered(left: Memory | None, state: Mapping[str, Any] | None) -> bool:
+def _is_altered(
+    left: Memory | None, state: Mapping[str, Any] | None, changes: Callable[[Tensor], int]
+) -> bool:
     """Whether the optimizer's memory of a parameter is not what the last step left, if it did."""
     if left is None:
         return False
@@ -324,7 +344,7 @@ def _is_altered(left: Memory | None, state: Mapping[str, Any] | None) -> bool:
     if len(now) != len(left):
         return True
     for new, (old, version) in zip(now, left, strict=True):
-        if changes_of(new) != version if new is old else not torch.equal(new, old):
+        if changes(new) != version if new is old else not torch.equal(new, old):
             return True
     return False
 

@@ -60,7 +60,7 @@ class Page:
         self._values = error.new_empty((self.slots, *error.shape))
         self.key_slots, self.value_slots = list(self._keys), list(self._values)
 
-    def put(self, x: Tensor, error: Tensor) -> None:
+    def put(self, x: Tensor, error: Tensor, is_ours: bool) -> None:
         """Copies a use of the layer into the next slot."""
         at = len(self.marks)
         self.key_slots[at].copy_(x)
@@ -98,8 +98,12 @@ class HeldPage(Page):
         self.slots = sys.maxsize
         self.clear()
 
-    def put(self, x: Tensor, error: Tensor) -> None:
+    def put(self, x: Tensor, error: Tensor, is_ours: bool) -> None:
         """Holds a use of the layer."""
+        if is_ours:
+            self.key_slots.append(x)
+            self.value_slots.append(error)
+            return
         loops_own = x.grad_fn is None and x.numel()
         self.key_slots.append(x.clone() if loops_own else _lean(x))
         self.value_slots.append(_lean(error))
@@ -179,17 +183,19 @@ class PageWriter:
         order: Order,
         shared: Tensor | None = None,
         reach: Tensor | None = None,
+        is_ours: bool = False,
     ) -> int:
         """Puts one use of the layer into the next slot; returns its bytes.
 
-        A matrix that its rows share was made for them, and is held as it is.
+        A matrix that its rows share was made for them, and is held as it is. So are records that
+        were made for this slot alone (`is_ours`), where calls are dear.
         """
         page = self.pages[-1] if self.pages else None
         slot_type = (x.shape, error.shape, x.dtype, error.dtype, order)
         if page is None or len(page.marks) == page.slots or page.slot_type != slot_type:
             page = self._pool.take(x, error, order)
             self.pages.append(page)
-        page.put(x, error)
+        page.put(x, error, is_ours)
         if reach is not None:
             page.reach[len(page.marks)] = reach
         page.marks.append((step, samples))

@@ -42,30 +42,35 @@ def patch_products(
     [[[14.0]]]
     """
     layout = stream.layout
-    if U is None or V is None or not layout or "stuffing" in layout or layout["groups"] > 1:
+    if not layout or "stuffing" in layout or layout["groups"] > 1:
         return None
     if len(keys) != samples or len(values) != samples:
         return None
-    summarize = _summarize(stream, U.shape[1], V, samples)
+    height = stream.values[0]
+    summarize = _summarize(stream, height if U is None else U.shape[1], V, samples)
     if summarize is None:
         return None
-    onto = U.T.contiguous().expand(samples, -1, -1)
+    onto = None if U is None else U.T.contiguous().expand(samples, -1, -1)
 
     def products(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        errors = torch.bmm(onto, values.reshape(samples, len(U), -1))
+        errors = values.reshape(samples, height, -1)
+        if onto is not None:
+            errors = torch.bmm(onto, errors)
         return errors.mT, summarize(errors, keys)
 
     return products
 
 
-def _summarize(stream: Stream, outputs: int, V: Tensor, samples: int) -> Summarize | None:
+def _summarize(stream: Stream, outputs: int, V: Tensor | None, samples: int) -> Summarize | None:
     """The cheapest way to bring the errors of a convolution and its inputs together."""
     layout, (channels, *before) = stream.layout, stream.keys
     places = math.prod(stream.values[1:])
-    errors_first = is_cheaper_first(places, outputs, *V.shape)
+    errors_first = V is None or is_cheaper_first(places, outputs, *V.shape)
     padded = any(number for pair in layout["padding"] for number in pair)
     if all(size == 1 for size in layout["kernel"]) and not padded:
         return _of_points(stream, V, samples, errors_first)
+    if V is None:
+        return None
     if not errors_first:
         even = all(pair[0] == pair[1] for pair in layout["padding"])
         return _of_convolved_inputs(stream, V, samples) if even else None
@@ -74,16 +79,18 @@ def _summarize(stream: Stream, outputs: int, V: Tensor, samples: int) -> Summari
     return _of_moved_errors(stream, V, samples)
 
 
-def _of_points(stream: Stream, V: Tensor, samples: int, errors_first: bool) -> Summarize:
+def _of_points(stream: Stream, V: Tensor | None, samples: int, errors_first: bool) -> Summarize:
     """Of a kernel of 1: a matrix product at each place that is looked at."""
     channels, strides = stream.keys[0], stream.layout["stride"]
     every: list[Any] = [slice(None, None, stride) for stride in strides]
     strided = any(stride > 1 for stride in strides)
-    along = V.T.contiguous().expand(samples, -1, -1)
+    along = None if V is None else V.T.contiguous().expand(samples, -1, -1)
 
     def summarize(errors: Tensor, keys: Tensor) -> Tensor:
         x = keys.reshape(samples, *stream.keys)[(..., *every)] if strided else keys
         x = x.reshape(samples, channels, -1)
+        if V is None or along is None:
+            return torch.bmm(errors, x.mT)
         if errors_first:
             return torch.bmm(errors, x.mT) @ V
         return torch.bmm(errors, torch.bmm(along, x).mT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -218,7 +217,7 @@ class StepRecorder:
         self._book_late_changes(ending=True)
         if self._steps and not self._steps[-1].divisors:
             divisors = self.stages.observer.divisors()
-            self._steps[-1] = replace(self._steps[-1], divisors=divisors)
+            self._steps[-1] = self._steps[-1]._replace(divisors=divisors)
         broken_off = self._current is not None  # then the weights are no step's
         self.hand_over(flush=True, mark="" if broken_off else "final", last=True)
 

@@ -64,6 +64,8 @@ class StreamWriter:
         """What makes summaries of its rows, where no rows are kept."""
         self.kept: KeptRecords | None = None
         """What was last kept of its rows, if somebody learns of it."""
+        self.summaries: dict[str, tuple[Any, Any, torch.Size, torch.dtype, StreamWriter]] = {}
+        """Where its last summary of each book went: its bases, term, shape and rounding."""
         self.arranged: tuple[Any, int] = (None, 0)
         """The shape of keys and batch last seen, and how many neighbors then shared a sample."""
 
@@ -145,6 +147,12 @@ class Streams:
 
     def of_summary(self, layer: StreamWriter, part: Reduced, rounding: torch.dtype) -> StreamWriter:
         """The stream of what is kept of a layer's rows for one book."""
+        usual = layer.summaries.get(part.book)
+        if usual is not None:
+            bases, term, shape, dtype, writer = usual
+            alike = part.bases is bases and part.term is term and dtype is rounding
+            if alike and part.values.shape[1:] == shape:
+                return writer
         U, V = (None, None) if part.bases is None else (part.bases.outputs, part.bases.inputs)
         sides = () if part.bases is None else tuple(0 if t is None else t.shape[1] for t in (U, V))
         width = tuple(part.values.shape[part.values.ndim - part.value_dims :])
@@ -163,7 +171,9 @@ class Streams:
             opened = OpenStream(*given, part.bases, part.numbers, rounding)
             self._summaries[key] = StreamWriter(opened, self.pool)
             self.all.append(self._summaries[key])
-        return self._summaries[key]
+        found, shape = self._summaries[key], part.values.shape[1:]
+        layer.summaries[part.book] = (part.bases, part.term, shape, rounding, found)
+        return found
 
     def _named(self, site: Site, stream: Stream) -> Stream:
         """The stream under a name that no other has; the one it had in an earlier part of a run."""
@@ -278,7 +288,7 @@ class RowWriter:
             keys = keys.to(values.dtype)  # as the kernel saw it under autocast
         order, parts = (batch.size, stretch), None
         if stream.reducer is not None:
-            new = any(self._states.is_new(book) for book in stream.terms)
+            new = not self._states.new.isdisjoint(stream.terms)
             parts = stream.reducer.reduce(keys, values, order, is_new=new)
         if self.learns:
             waits = stream.reducer is not None and stream.reducer.awaits_bases()
@@ -316,7 +326,10 @@ class RowWriter:
                 kept = summary.opened.stream
                 self.tally.store(part.numbers, kept, part.keys, part.values)
             given = (part.keys, part.values, part.order)
-            self.bytes += summary.pages.write(self.step, samples, *given, reach=part.reach)
+            made = part.value_dims == 2  # one matrix a sample: a product
+            self.bytes += summary.pages.write(
+                self.step, samples, *given, reach=part.reach, is_ours=made
+            )
 
     def bundle(self, stream: StreamWriter, part: Reduced, rounding: torch.dtype, at: slice) -> None:
         """From now on, bundles have the summaries of a layer in these columns."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dualform.recording.changes import Changes, Place
 from dualform.recording.excerpts import Excerpts, differing
 from dualform.recording.meeting import PATIENCE
 from dualform.recording.messages import WeightSpan
@@ -29,6 +30,8 @@ class CopiedTogether:
     kind: tuple[torch.device, torch.dtype]
     flat: list[Tensor]
     """All elements of each, in the parameter's own memory; none where they are looked up anew."""
+    pointers: list[int]
+    """Where that is."""
 
     @classmethod
     def of(cls, names: Sequence[str], parameters: Mapping[str, Tensor]) -> CopiedTogether:
@@ -41,13 +44,14 @@ class CopiedTogether:
         lasting = len(names) > 1 and not any(map(is_sharded, own))
         flat = [part.reshape(-1) for part in parts] if lasting else []
         kind = (parts[0].device, parts[0].dtype)
-        return cls(tuple(names), own, [part.shape for part in parts], kind, flat)
+        pointers = [part.data_ptr() for part in flat]
+        return cls(tuple(names), own, [part.shape for part in parts], kind, flat, pointers)
 
     @property
     def is_current(self) -> bool:
         """Whether the parameters are where they were, or at least what they were."""
         if self.flat:
-            return all(map(_are_one, self.parameters, self.flat))
+            return [parameter.data_ptr() for parameter in self.parameters] == self.pointers
         parts = [local(parameter) for parameter in self.parameters]
         return all(
             part.shape == shape and (part.device, part.dtype) == self.kind
@@ -67,10 +71,6 @@ class CopiedTogether:
         }
 
 
-def _are_one(parameter: Tensor, flat: Tensor) -> bool:
-    return parameter.data_ptr() == flat.data_ptr()
-
-
 class StepCopies:
     """The parameters that are kept by step, as they were when they were last looked at."""
 
@@ -82,6 +82,8 @@ class StepCopies:
         """Books that were last looked at together, and all their elements then."""
         self._looked: tuple[str, ...] = ()
         """All of these books, as long as they lie where they did."""
+        self._places: dict[str, Place] = {}
+        """Where changes have each of them, in one order in all processes; it is never changed."""
 
     def hold(self, book: str) -> None:
         """Copies a book that has not been looked at yet."""
@@ -92,7 +94,7 @@ class StepCopies:
         """Counts changes from these values, where nothing was counted before."""
         self._last = {**values, **self._last}
 
-    def changes(self, books: Iterable[str]) -> dict[str, Tensor]:
+    def changes(self, books: Iterable[str]) -> Changes:
         """How these books have changed since they were last looked at.
 
         So what happened between two steps is not lost. Books that are not held are left out. Small
@@ -101,12 +103,12 @@ class StepCopies:
         asked = tuple([name for name in books if name in self._last])
         if asked != self._looked or not all(own.is_current for own, _ in self._joined.values()):
             self._join(asked)
-        changed: dict[str, Tensor] = {}
+        changed = []
         for names, (own, before) in self._joined.items():
             now = own.now()
-            changed |= own.cut(now - before)
+            changed.append(now - before)
             self._joined[names] = own, now
-        return dict(sorted(changed.items()))  # in one order in all processes
+        return Changes(self._places, tuple(changed))
 
     def _join(self, books: tuple[str, ...]) -> None:
         """Sorts books by what is looked at together."""
@@ -117,7 +119,13 @@ class StepCopies:
             groups.setdefault(name if alone else (p.device, p.dtype), []).append(name)
         listed = [CopiedTogether.of(names, self._parameters) for names in groups.values()]
         together = {own.names: own for own in listed}
-        self._looked = books
+        self._looked, places = books, {}
+        for vector, own in enumerate(listed):
+            start = 0
+            for name, shape in zip(own.names, own.shapes, strict=True):
+                places[name] = Place(vector, start, shape)
+                start += shape.numel()
+        self._places = dict(sorted(places.items()))
         if self._joined.keys() == together.keys():
             self._joined = {names: (together[names], self._joined[names][1]) for names in together}
             return
