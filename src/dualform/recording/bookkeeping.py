@@ -37,7 +37,7 @@ from dualform.recording.processes import Line
 from dualform.recording.reconcile import Reconciler, unlike
 from dualform.recording.shards import Gathering, Kept, Piece
 from dualform.recording.streams import OpenStream
-from dualform.recording.transfer import to_host
+from dualform.recording.transfer import HostMemory, to_host
 
 Arrays: TypeAlias = dict[str, list[Tensor]]
 """What a block holds: for each name, parts of one array."""
@@ -68,6 +68,8 @@ class Bookkeeper:
     ) -> None:
         self._plan, self._reconciler, self._line = plan, reconciler, line
         self._samples, self._batch_sizes = samples, BatchSizes()
+        self.memory = HostMemory()
+        """Where rows are until they are written, if they come from a GPU."""
         self._last = now
         """The parameters after the last step of the last hand-over, or after what followed it."""
         self._declared: dict[str, Codec] = {}
@@ -115,7 +117,7 @@ class Bookkeeper:
                 if self._line.rank == 0 and account.feeds:  # all processes have the same
                     entries.keep_accounts(account, in_bases)
         kept = {**entries.arrays, **entries.residual_arrays(), **entries.accounts}
-        arrays = {name: [to_host(part) for part in parts] for name, parts in kept.items()}
+        arrays = {name: [self.memory.copy(part) for part in parts] for name, parts in kept.items()}
         self._observed = {name for name, at in columns.items() if steps[-1].states[at] == OBSERVED}
         broken = self._broken & span.before.keys()
         if broken and error is None:

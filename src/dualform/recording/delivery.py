@@ -100,13 +100,15 @@ class Delivery:
         with self._beside.after(handover.ready):
             if handover.steps:
                 block, error, findings = self._bookkeeper.book(handover)
+                memory = self._bookkeeper.memory
+                pieces = memory.taken()
                 self._findings.put(findings)
                 written = [page for _, pages in handover.pages for page in pages]
                 give_back = partial(self._pool.give_back, written)
                 if self._beside:
                     give_back()  # what will be written is a copy
                 if block is not None:
-                    block.written = None if self._beside else give_back
+                    block.written = partial(memory.give_back, pieces) if self._beside else give_back
                     self._writer.append(block)
             weights = {name: _to_host(kept) for name, kept in (handover.weights or {}).items()}
         if handover.flush:

@@ -154,7 +154,9 @@ class Reducer:
         at = (term.at[0] if bases.outputs is None else 0, term.at[1] if bases.inputs is None else 0)
         seen = Term("outer", term.view, term.groups, at)
         order = (wide.samples, wide.each)
-        return Reduced(book, seen, x, e, order, 1, 1, bases, self.policy.numbers)
+        is_made = own.outputs is not None and own.inputs is not None
+        numbers = self.policy.numbers
+        return Reduced(book, seen, x, e, order, 1, 1, bases, numbers, is_made=is_made)
 
     def _own(self, book: str, bases: Bases, term: Term, wide: UseRows) -> Bases:
         """The bases as far as the block of a row reaches, in the type of the errors."""
@@ -190,7 +192,7 @@ class Reducer:
         )
         dims = (self.site.key_dims, 1)
         numbers = ROWS if kept.is_whole else self.policy.numbers
-        return Reduced(book, at, keys, along, order, *dims, kept, numbers)
+        return Reduced(book, at, keys, along, order, *dims, kept, numbers, is_made=False)
 
     def _offsets_along(self, weight: Term, height: int) -> list[str]:
         """The offsets that are kept along the errors of a weight."""

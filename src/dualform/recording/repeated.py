@@ -41,6 +41,8 @@ class Reduced(NamedTuple):
     """The policy by which the records are stored."""
     reach: Tensor | None = None
     """The sum of the sizes of all terms, number by number, of an offset or a scale."""
+    is_made: bool = True
+    """Whether keys and values were made for this record, and are nobody else's."""
 
 
 class Repeated(NamedTuple):
@@ -59,6 +61,8 @@ class Repeated(NamedTuple):
     """How many errors, and how many inputs, the bases are for: see `aligned`."""
     products: Products | None = None
     """What makes both errors along U and summaries, of a convolution."""
+    by_row: bool = False
+    """Whether rows are kept along the bases, and not summaries."""
 
     def records(
         self, keys: Tensor, values: Tensor, order: Order, bases: BookBases
@@ -69,13 +73,20 @@ class Repeated(NamedTuple):
             return None
         if keys.dtype != values.dtype or book in bases.stale or bases.found[book] is not like.bases:
             return None
-        if self.products is not None:
+        made = like
+        if self.by_row:
+            assert self.V is not None
+            errors = errors_along(self.stream, values, self.U, order[0])
+            along = keys.reshape(-1, len(self.V)) @ self.V
+            made = like._replace(keys=along)
+            summaries = errors.flatten(0, 1)
+        elif self.products is not None:
             errors, summaries = self.products(keys, values)
         else:
             errors = errors_along(self.stream, values, self.U, order[0], self.together[0])
             summaries = summaries_of(self.stream, keys, errors, self.V, self.together[1])
         offsets = [offset._replace(values=errors.sum(1)[..., None]) for offset in self.offsets]
-        return [like._replace(values=summaries), *offsets]
+        return [made._replace(values=summaries), *offsets]
 
 
 def repeated(
@@ -91,15 +102,19 @@ def repeated(
 
     `own` are the bases as far as a row reaches, in the type of the errors, and `sides` the height
     and width of the block that a row adds. None where the records are more than one summary a
-    sample and its offsets along U, or rows have to be sorted first.
+    sample, or its rows along U and V, and its offsets along U, or rows have to be sorted first.
     """
     part, *offsets = found
     bases, (samples, stretch) = part.bases, order
-    if part.value_dims != 2 or part.term.groups > 1:
+    by_row = part.value_dims == 1
+    if by_row and (stream.layout or own.outputs is None or own.inputs is None):
+        return None
+    if part.term.groups > 1:
         return None
     if bases is None or bases.is_whole or keys.dtype != values.dtype:
         return None
-    if own.size(sides) != tuple(part.values.shape[1:]):  # a row reaches a part of its weight
+    kept = (part.values.shape[1], part.keys.shape[1]) if by_row else tuple(part.values.shape[1:])
+    if own.size(sides) != kept:  # a row reaches a part of its weight
         return None
     if any(other.bases is None or other.bases.outputs is not bases.outputs for other in offsets):
         return None
@@ -107,13 +122,13 @@ def repeated(
     if samples * stretch != rows:
         return None
     U, V, errors, inputs = own.outputs, own.inputs, 1, 1
-    if U is not None and V is not None and not stream.layout:
+    if U is not None and V is not None and not stream.layout and not by_row:
         (U, errors), (V, inputs) = aligned(U, rows), aligned(V, rows)
     shape = (keys.shape, values.shape, values.dtype, order)
-    like = part._replace(values=part.values[:0])
+    like = part._replace(keys=part.keys[:0] if by_row else part.keys, values=part.values[:0])
     along = tuple([other._replace(values=other.values[:0], reach=None) for other in offsets])
     products = patch_products(stream, keys, values, U, V, samples)
-    return Repeated(shape, like, along, stream, U, V, (errors, inputs), products)
+    return Repeated(shape, like, along, stream, U, V, (errors, inputs), products, by_row)
 
 
 def aligned(basis: Tensor, rows: int) -> tuple[Tensor, int]:

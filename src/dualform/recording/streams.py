@@ -326,9 +326,8 @@ class RowWriter:
                 kept = summary.opened.stream
                 self.tally.store(part.numbers, kept, part.keys, part.values)
             given = (part.keys, part.values, part.order)
-            made = part.value_dims == 2  # one matrix a sample: a product
             self.bytes += summary.pages.write(
-                self.step, samples, *given, reach=part.reach, is_ours=made
+                self.step, samples, *given, reach=part.reach, is_ours=part.is_made
             )
 
     def bundle(self, stream: StreamWriter, part: Reduced, rounding: torch.dtype, at: slice) -> None:
