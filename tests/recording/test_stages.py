@@ -23,7 +23,7 @@ from dualform import recording
 from dualform.errors import CoverageWarning
 from dualform.owners import BatchSamples, Owners
 from dualform.recording.accounts import Evidence, Feed
-from dualform.recording.changes import Changes
+from dualform.recording.changes import StepChanges
 from dualform.recording.delivery import Delivery
 from dualform.recording.messages import Findings, Handover, RecordedStep, WeightSpan
 from dualform.recording.pages import Page, StreamRows
@@ -45,7 +45,7 @@ MOST_FIELDS = 10
 
 @pytest.mark.parametrize(
     "message",
-    [Changes, Handover, Findings, BatchSamples, OpenStream, Look, StreamRows, Feed, Evidence],
+    [StepChanges, Handover, Findings, BatchSamples, OpenStream, Look, StreamRows, Feed, Evidence],
     ids=lambda message: message.__name__,
 )
 def test_messages_are_frozen(message: type) -> None:
@@ -256,6 +256,7 @@ def test_no_object_is_changed_by_two_threads(
     for name, threads in seen.items():
         stages[name.split()[0]] |= threads
     writers = {"Bookkeeper", "SampleNumbers", "Entries", "Reconciler", "Followed", "BatchSizes"}
+    writers.add("HostMemory")
     assert {name for name, threads in stages.items() if "dualform-writer" in threads} == writers
     assert stages["StepRecorder"] == stages["BookStates"] == stages["Page"] == {"MainThread"}
 
@@ -293,7 +294,7 @@ def fingerprint(thing: Any, seen: set[int] | None = None) -> Any:
     """What a message holds: values of plain things, identities and versions of tensors."""
     if isinstance(thing, Tensor):
         return id(thing), thing._version
-    if isinstance(thing, Changes):
+    if isinstance(thing, StepChanges):
         return list(thing), [fingerprint(vector) for vector in thing.vectors]
     if isinstance(thing, Mapping):
         return {name: fingerprint(value) for name, value in thing.items()}

@@ -27,7 +27,7 @@ from dualform.recording.accounts import (
 )
 from dualform.recording.batch_sizes import BatchSizes
 from dualform.recording.book_states import Event, Note
-from dualform.recording.changes import Changes, by_book, with_changes
+from dualform.recording.changes import StepChanges, by_book, with_changes
 from dualform.recording.entries import Entries
 from dualform.recording.excerpts import Excerpt, differing
 from dualform.recording.factors import find_factors
@@ -151,7 +151,7 @@ class Bookkeeper:
 
         return [
             step._replace(
-                changes=Changes.of(put_in(at, "change", step.changes)),
+                changes=StepChanges.of(put_in(at, "change", step.changes)),
                 divisors=put_in(at, "divisor", step.divisors),
             )
             for at, step in enumerate(steps)
@@ -327,7 +327,7 @@ class Bookkeeper:
         return [
             step._replace(
                 states=tuple(states[at]),
-                changes=Changes.of(changes[at]) if at in changes else step.changes,
+                changes=StepChanges.of(changes[at]) if at in changes else step.changes,
             )
             for at, step in enumerate(steps)
         ]

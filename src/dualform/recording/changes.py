@@ -17,7 +17,7 @@ from torch import Tensor
 from dualform.recording.transfer import to_host
 
 
-class Place(NamedTuple):
+class ChangePlace(NamedTuple):
     """Where the change of a book lies."""
 
     vector: int
@@ -31,24 +31,24 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Changes(Mapping[str, Tensor]):
+class StepChanges(Mapping[str, Tensor]):
     """The changes of some books in one step; a book's is cut out when it is asked for.
 
-    >>> changes = Changes.of({"w": torch.ones(2, 1), "b": torch.zeros(1)})
+    >>> changes = StepChanges.of({"w": torch.ones(2, 1), "b": torch.zeros(1)})
     >>> list(changes), changes["w"].shape, changes.nbytes
     (['w', 'b'], torch.Size([2, 1]), 12)
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, ChangePlace]
     """One object for steps whose changes lie alike."""
     vectors: tuple[Tensor, ...]
     """Elements of several books end to end, or of one."""
 
     @classmethod
-    def of(cls, changes: Mapping[str, Tensor]) -> Changes:
+    def of(cls, changes: Mapping[str, Tensor]) -> StepChanges:
         """Changes that lie apart."""
         items = enumerate(changes.items())
-        places = {name: Place(at, 0, change.shape) for at, (name, change) in items}
+        places = {name: ChangePlace(at, 0, change.shape) for at, (name, change) in items}
         return cls(places, tuple([change.reshape(-1) for change in changes.values()]))
 
     def __getitem__(self, book: str) -> Tensor:
@@ -67,7 +67,7 @@ class Changes(Mapping[str, Tensor]):
         return sum([vector.nbytes for vector in self.vectors])
 
 
-NO_CHANGES = Changes({}, ())
+NO_CHANGES = StepChanges({}, ())
 
 
 class Stack(NamedTuple):
@@ -75,7 +75,7 @@ class Stack(NamedTuple):
 
     at: list[int]
     """The indices of these steps."""
-    places: dict[str, Place]
+    places: dict[str, ChangePlace]
     """The books in it."""
     vectors: list[Tensor]
     """One a step."""
@@ -85,11 +85,11 @@ class Stack(NamedTuple):
         return torch.stack(self.vectors)
 
 
-def stacks(steps: Sequence[Changes]) -> Iterator[Stack]:
+def stacks(steps: Sequence[StepChanges]) -> Iterator[Stack]:
     """The changes of some steps, vector by vector.
 
-    >>> first = Changes.of({"w": torch.ones(2)})
-    >>> (stack,) = stacks([first, NO_CHANGES, Changes(first.places, (torch.zeros(2),))])
+    >>> first = StepChanges.of({"w": torch.ones(2)})
+    >>> (stack,) = stacks([first, NO_CHANGES, StepChanges(first.places, (torch.zeros(2),))])
     >>> stack.at, stack.values().tolist()
     ([0, 2], [[1.0, 1.0], [0.0, 0.0]])
     """
@@ -97,17 +97,17 @@ def stacks(steps: Sequence[Changes]) -> Iterator[Stack]:
     for at, changes in enumerate(steps):
         alike.setdefault(id(changes.places), []).append(at)
     for indices in alike.values():
-        inside: dict[int, dict[str, Place]] = {}
+        inside: dict[int, dict[str, ChangePlace]] = {}
         for name, place in steps[indices[0]].places.items():
             inside.setdefault(place.vector, {})[name] = place
         for vector, places in inside.items():
             yield Stack(indices, places, [steps[at].vectors[vector] for at in indices])
 
 
-def by_book(steps: Sequence[Changes]) -> dict[str, tuple[Tensor, Tensor]]:
+def by_book(steps: Sequence[StepChanges]) -> dict[str, tuple[Tensor, Tensor]]:
     """For each book the indices of the steps that changed it, and these changes, in main memory.
 
-    >>> at, changes = by_book([NO_CHANGES, Changes.of({"w": torch.ones(2)})])["w"]
+    >>> at, changes = by_book([NO_CHANGES, StepChanges.of({"w": torch.ones(2)})])["w"]
     >>> at.tolist(), changes.tolist()
     ([1], [[1.0, 1.0]])
     """
@@ -129,10 +129,10 @@ def _in_order(parts: Sequence[tuple[list[int], Tensor]]) -> tuple[Tensor, Tensor
     return at[order], torch.cat([values for _, values in parts])[order]
 
 
-def with_changes(steps: Sequence[Changes], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_changes(steps: Sequence[StepChanges], before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What books were before these steps, with the changes that were observed; themselves if none.
 
-    >>> with_changes([Changes.of({"w": torch.ones(2)})] * 3, {"w": torch.zeros(2)})
+    >>> with_changes([StepChanges.of({"w": torch.ones(2)})] * 3, {"w": torch.zeros(2)})
     {'w': tensor([3., 3.], dtype=torch.float64)}
     """
     ends = dict(before)

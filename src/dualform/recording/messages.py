@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualform.recording.book_states import Event, Note
-from dualform.recording.changes import NO_CHANGES, Changes
+from dualform.recording.changes import NO_CHANGES, StepChanges
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt
 from dualform.recording.pages import Page
 from dualform.recording.probe import Look
@@ -54,7 +54,7 @@ class RecordedStep(NamedTuple):
     """The books that the step touches by row, and what was kept of their gradients, end to end."""
     before: Excerpt = NO_EXCERPT
     after: Excerpt = NO_EXCERPT
-    changes: Changes = NO_CHANGES
+    changes: StepChanges = NO_CHANGES
     """What the step did to the books that are kept by step."""
     divisors: Mapping[str, Tensor] = NOTHING
     """What the step divided books by that are summarized, at some steps."""

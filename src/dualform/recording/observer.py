@@ -14,7 +14,7 @@ from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED, Rule
 from dualform.private import version_of
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates, Event, Kept, Note
-from dualform.recording.changes import NO_CHANGES, Changes
+from dualform.recording.changes import NO_CHANGES, StepChanges
 from dualform.recording.excerpts import NO_EXCERPT, Excerpt, Excerpts
 from dualform.recording.gradients import GradientProbes
 from dualform.recording.messages import RecordedStep, WeightSpan
@@ -196,7 +196,7 @@ class StepObserver:
         for book, change in changes.items():
             states[self._plan.columns[book]] = OBSERVED
             total[book] = total.get(book, 0) + change
-        return step._replace(states=tuple(states), changes=Changes.of(total))
+        return step._replace(states=tuple(states), changes=StepChanges.of(total))
 
     def standing(self, number: int, notes: Sequence[Note]) -> RecordedStep:
         """A step that leaves every book alone."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualform.recording.changes import Changes, Place
+from dualform.recording.changes import ChangePlace, StepChanges
 from dualform.recording.excerpts import Excerpts, differing
 from dualform.recording.meeting import PATIENCE
 from dualform.recording.messages import WeightSpan
@@ -82,7 +82,7 @@ class StepCopies:
         """Books that were last looked at together, and all their elements then."""
         self._looked: tuple[str, ...] = ()
         """All of these books, as long as they lie where they did."""
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, ChangePlace] = {}
         """Where changes have each of them, in one order in all processes; it is never changed."""
 
     def hold(self, book: str) -> None:
@@ -94,7 +94,7 @@ class StepCopies:
         """Counts changes from these values, where nothing was counted before."""
         self._last = {**values, **self._last}
 
-    def changes(self, books: Iterable[str]) -> Changes:
+    def changes(self, books: Iterable[str]) -> StepChanges:
         """How these books have changed since they were last looked at.
 
         So what happened between two steps is not lost. Books that are not held are left out. Small
@@ -108,7 +108,7 @@ class StepCopies:
             now = own.now()
             changed.append(now - before)
             self._joined[names] = own, now
-        return Changes(self._places, tuple(changed))
+        return StepChanges(self._places, tuple(changed))
 
     def _join(self, books: tuple[str, ...]) -> None:
         """Sorts books by what is looked at together."""
@@ -123,7 +123,7 @@ class StepCopies:
         for vector, own in enumerate(listed):
             start = 0
             for name, shape in zip(own.names, own.shapes, strict=True):
-                places[name] = Place(vector, start, shape)
+                places[name] = ChangePlace(vector, start, shape)
                 start += shape.numel()
         self._places = dict(sorted(places.items()))
         if self._joined.keys() == together.keys():
