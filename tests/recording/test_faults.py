@@ -304,7 +304,7 @@ def test_a_start_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(LedgerError, match=r"No space left on device; make room\."):
             dualform.record(model, sgd(model), tmp_path / "run").__enter__()
     with monkeypatch.context() as patch:
-        inject(patch, "recording.step_recorder.StepObserver", 1)
+        inject(patch, "recording.stages.StepObserver", 1)
         with pytest.raises(RecorderFailedError, match=r"cannot start: KeyError: 'a defect'"):
             dualform.record(model, sgd(model), tmp_path / "run").__enter__()
     with (
