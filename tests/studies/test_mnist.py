@@ -122,6 +122,18 @@ def test_classes_add_up_to_what_samples_add(
     np.testing.assert_allclose(network.sum(2), change, atol=5e-3 * float(change.abs().max()))
 
 
+def test_classes_that_were_not_seen_add_nothing(
+    parts: tuple[Images, Images], trained: tuple[dualform.Run, torch.nn.Module, AskedImages]
+) -> None:
+    """Several in a row, as the garments before they are learned."""
+    run, labels = trained[0], parts[0].y
+    own = class_parts(run, dict(enumerate(labels.tolist()))).books
+    found = class_parts(run, dict(enumerate((labels + 5).tolist()))).books
+    for name, sums in found.items():
+        assert not sums[:5].any()
+        torch.testing.assert_close(sums[5:], own[name])
+
+
 def test_a_layer_is_asked_along_every_output(
     parts: tuple[Images, Images], trained: tuple[dualform.Run, torch.nn.Module, AskedImages]
 ) -> None:

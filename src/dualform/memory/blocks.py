@@ -223,9 +223,9 @@ class Sides(RowBlocks):
         """(count, *shape): those of parts of as many rows, by one product."""
         if not self._plain:
             return super().equal_totals(count, coefficients, shape)
-        sizes = (count, len(coefficients) // count, -1)
-        a = (self.a.double() * coefficients[:, None]).reshape(sizes)
-        b = None if self.b is None else self.b.double().reshape(sizes)
+        rows = len(coefficients) // count  # there may be none
+        a = (self.a.double() * coefficients[:, None]).reshape(count, rows, self.a.shape[1])
+        b = None if self.b is None else self.b.double().reshape(count, rows, self.b.shape[1])
         return self._placed(a.sum(1)[:, :, None] if b is None else a.mT @ b, shape)
 
     @property
