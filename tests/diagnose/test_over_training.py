@@ -47,6 +47,9 @@ def test_it_prints_plots_and_becomes_a_frame(recorded: tuple[Run, nn.Module, Ten
     found = over_training(run, model, x, steps=[0, 6], targets=torch.arange(8.0))
     assert "the model over training" in repr(found)
     assert "needed most" in repr(found)
+    scores = [row.max().item() for row in found.paths[-1].scores]
+    block = scores.index(max(scores))
+    assert f"layers.{block}, {int(found.paths[-1].scores[block].argmax())}" in repr(found)
     assert found.findings[-1].startswith("At step 6: Paths to the targets use head")
     frame = found.to_pandas()
     assert frame.shape == (2 * 4, 9)

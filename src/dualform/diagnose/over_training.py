@@ -126,7 +126,12 @@ class OverTraining(Displayed):
 
 
 def _needed_most(report: Diagnosis) -> str:
-    return "–" if report.paths is None else max(report.paths.each)[1]
+    """The end of its block's name, and the number of the head with the largest score."""
+    if report.paths is None:
+        return "–"
+    rows = zip(report.paths.blocks, report.paths.scores, strict=True)
+    _, block, head = max((float(row.max()), name, int(row.argmax())) for name, row in rows)
+    return f"{'.'.join(block.split('.')[-2:])}, {head}"
 
 
 def _alike(report: Diagnosis) -> set[tuple[str, tuple[int, ...]]]:
