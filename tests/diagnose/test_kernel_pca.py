@@ -128,6 +128,22 @@ def test_values_that_are_nothing_have_no_spread() -> None:
     assert (found.cosine, found.cka, found.kernel_cka) == (0, 0, 0)
 
 
+def test_the_projection_loss_is_that_of_its_formula() -> None:
+    """J = mean(‖φ(q)‖² − ‖h‖²), with the 1/√D in k(q, q) that the published code leaves out."""
+    q, k, v = torch.randn(3, 12, 4, generator=torch.Generator().manual_seed(0)).double().unbind()
+    v = v / 100
+    kernel = lambda x, y: (x @ y.T / 4**0.5).exp()  # noqa: E731
+    features = kernel(q, q).diagonal() / kernel(q, k).sum(1).square()
+    h = torch.softmax(q @ k.T / 4**0.5, 1) @ v
+    found = audit_values(q, k, v)
+    assert found.log_features == pytest.approx(float(features.mean().log()))
+    loss = float((features - h.square().sum(1)).mean().log())
+    assert found.log_loss == pytest.approx(loss)
+    assert "log loss" in repr(found)
+    assert math.isnan(audit_values(q, k, 100 * v).log_loss)  # longer than features: J < 0
+    assert math.isfinite(audit_values(q, 1e3 * k, 0 * v).log_loss)  # too small for a float
+
+
 def test_shuffled_values_are_no_principal_components() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 60, 8, generator=generator).unbind()

@@ -146,7 +146,20 @@ class ValueAudit(Displayed):
     """CKA of the values' duals and the whole Gram matrix, 0 to 1."""
     projected: float
     """The outputs' mean ‖h‖² relative to the features' mean ‖φ(q)‖²; at most 1 for projections."""
+    log_features: float
+    """log of the features' mean ‖φ(q)‖², which may be too small, or too large, for a float."""
     null: ValueAudit | None = None
+
+    @property
+    def log_loss(self) -> float:
+        """log J of the projection loss `J = mean(‖φ(q)‖² − ‖h‖²)`; NaN where J is below 0.
+
+        >>> q, k = torch.randn(2, 20, 4, dtype=torch.float64)
+        >>> audit_values(q, k, kpca_values(k, 4)).log_loss > audit_values(q, k, kpca_values(k, 9)).log_loss
+        True
+        """  # noqa: E501
+        left = 1 - self.projected
+        return self.log_features + math.log(left) if left > 0 else math.nan
 
     @property
     def is_kernel_pca(self) -> bool:
@@ -170,7 +183,7 @@ class ValueAudit(Displayed):
     def __rich__(self) -> Group:
         table = columns(("", "values", "shuffled", "kernel PCA has"), {""})
         ideal = {"cosine": "1", "cka": "1", "gamma_spread": "0", "kernel_cka": "–"}
-        for name, best in (ideal | {"projected": "≤ 1"}).items():
+        for name, best in (ideal | {"projected": "≤ 1", "log_loss": "–"}).items():
             null = "–" if self.null is None else f"{getattr(self.null, name):.3g}"
             table.add_row(name.replace("_", " "), f"{getattr(self, name):.3g}", null, best)
         return framed("values against kernel PCA", table, self.finding)
@@ -247,7 +260,7 @@ def _audit(q: Tensor, k: Tensor, v: Tensor, axes: KernelPCA, scale: float | None
         _cka(duals, ideal),
         _gamma_spread(axes.gram, duals),
         _kernel_cka(duals @ duals.T, axes.gram),
-        _projected(q, k, v, scale),
+        *_projected(q, k, v, scale),
     )
 
 
@@ -263,13 +276,13 @@ def _gamma_spread(gram: Tensor, duals: Tensor) -> float:
     return sorted(spreads)[len(spreads) // 2] if spreads else math.nan
 
 
-def _projected(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> float:
-    """`Σ ‖h‖² / Σ ‖φ(q)‖²` over the queries, with `‖φ(q)‖² = k(q, q) / g(q)²`."""
+def _projected(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[float, float]:
+    """`Σ ‖h‖² / Σ ‖φ(q)‖²` over the queries, and log of the mean `‖φ(q)‖² = k(q, q) / g(q)²`."""
     scores = _scores(q, k, scale)
-    log_h = (torch.softmax(scores, -1) @ v).square().sum(-1).clamp_min(1e-300).log()
-    log_features = _own_scores(q, scale) - 2 * scores.logsumexp(-1)
-    ratio = log_h.logsumexp(0) - log_features.logsumexp(0)
-    return float(ratio.clamp(-700, 700).exp())
+    log_h = (torch.softmax(scores, -1) @ v).square().sum(-1).log()
+    log_features = (_own_scores(q, scale) - 2 * scores.logsumexp(-1)).logsumexp(0)
+    ratio = log_h.logsumexp(0) - log_features
+    return float(ratio.clamp(-700, 700).exp()), float(log_features) - math.log(len(q))
 
 
 def _best_match(cosines: Tensor) -> float:
