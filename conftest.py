@@ -37,7 +37,14 @@ def pytest_sessionstart() -> None:
 
 TRAINED = ("fitted", "trained", "stepped")
 """Fixtures that train a case once for all tests of a process."""
-TOGETHER = ("test_cli.py", "test_build.py", "test_house.py", "test_objects.py", "explore")
+TOGETHER = (
+    "test_build.py",
+    "test_cli.py",
+    "test_house.py",
+    "test_objects.py",
+    "test_ray.py",
+    "explore",
+)
 """Files and folders that share what takes long: demos, wheels, syntax trees, servers."""
 
 
@@ -45,6 +52,8 @@ def group_of(item: pytest.Item) -> str | None:
     """What tests are called that run in one process, because they share what takes long to make."""
     if not isinstance(item, pytest.Function):
         return None
+    if item.path.parent.name == "studies":
+        return item.path.name
     for place in TOGETHER:
         if place in (item.path.name, item.path.parent.name):
             return place
@@ -54,12 +63,17 @@ def group_of(item: pytest.Item) -> str | None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`pytest -n 2` hands a group to one process; see `--dist` in pyproject.toml."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`pytest -n 2` hands a group to one process; see `--dist` in pyproject.toml.
+
+    The mark would do, but pytest-xdist 3.8 writes the group to where pytest 9.2 does not read it.
+    """
     for item in items:
         group = group_of(item)
         if group is not None:
             item.add_marker(pytest.mark.xdist_group(group))
+            if config.getoption("loadgroup", default=False) and hasattr(item, "id"):
+                item._id = item.id.parse(f"{item.nodeid}@{group}")
 
 
 @pytest.hookimpl(trylast=True)

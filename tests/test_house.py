@@ -358,3 +358,9 @@ def test_classes_have_names_of_their_own() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
+
+
+def test_what_shares_a_fixture_runs_in_one_process(request: pytest.FixtureRequest) -> None:
+    """The group is a part of the name by which `pytest -n 2` hands out a test."""
+    spread = request.config.getoption("loadgroup", default=False)
+    assert request.node.nodeid.endswith("@test_house.py") == spread
