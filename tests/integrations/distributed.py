@@ -82,7 +82,12 @@ def accelerated(rank: int, of: int, folder: Path) -> None:
     check(train, rank, folder)
 
 
-def by_trainer(rank: int, of: int, folder: Path) -> None:
+def by_sharding_trainer(rank: int, of: int, folder: Path) -> None:
+    by_trainer(rank, of, folder, fsdp=True, fsdp_config={"version": 2})
+
+
+def by_trainer(rank: int, of: int, folder: Path, **options: Any) -> None:
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
     from transformers import Trainer, TrainingArguments
 
     from dualform.integrations.transformers import TransformersCallback
@@ -96,16 +101,23 @@ def by_trainer(rank: int, of: int, folder: Path) -> None:
             num_train_epochs=2,
             per_device_train_batch_size=4,
             lr_scheduler_type="constant",
-            save_strategy="steps",
+            save_strategy="no" if options else "steps",
             save_steps=2,
             report_to=[],
             disable_tqdm=True,
             use_cpu=True,
+            **options,
         )
         callbacks: list[Any] = [] if path is None else [TransformersCallback(path, strict=True)]
-        optimizers: Any = (sgd(net), None)
-        data: Any = Columns()
-        Trainer(net, args, train_dataset=data, optimizers=optimizers, callbacks=callbacks).train()
+        optimizers: Any = (None, None) if options else (sgd(net), None)
+        given: Any = {"train_dataset": Columns(), "optimizers": optimizers}
+        trainer = Trainer(net, args, callbacks=callbacks, **given)
+        if options:  # accelerate shards on GPUs only, unless its state says otherwise
+            state: Any = trainer.accelerator.state
+            state.distributed_type = DistributedType.FSDP
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="NO_WRAP")
+            trainer.is_fsdp_enabled = True
+        trainer.train()
         return net
 
     check(train, rank, folder)

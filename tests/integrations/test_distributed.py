@@ -6,7 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.integrations.distributed import accelerated, by_lightning, by_trainer
+from tests.integrations.distributed import (
+    accelerated,
+    by_lightning,
+    by_sharding_trainer,
+    by_trainer,
+)
 from tests.integrations.one_hot import COUNT
 from tests.recording.trained_by import Task, trained_by
 
@@ -18,6 +23,7 @@ import dualform
     [
         (accelerated, 2, "first"),
         pytest.param(by_trainer, 1, "first", marks=pytest.mark.long),
+        pytest.param(by_sharding_trainer, 1, "first", marks=pytest.mark.long),
         pytest.param(by_lightning, 1, "net.first", marks=pytest.mark.long),
     ],
 )

@@ -224,12 +224,14 @@ def test_a_language_model_and_its_adapter(tmp_path: Path) -> None:
         ({"n_gpu": 2}, "CUDA_VISIBLE_DEVICES=0"),
         ({"torch_compile": True}, "torch_compile=False"),
         ({"deepspeed": {}, "auto_find_batch_size": True}, "give the batch size"),
-        ({"fsdp": "full_shard"}, "leave fsdp out"),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, "give fsdp_config={'version': 2}"),
     ],
 )
 def test_what_cannot_be_recorded_yet(setting: dict[str, Any], cure: str, tmp_path: Path) -> None:
     usual = {"n_gpu": 1, "torch_compile": False, "deepspeed": None, "fsdp": []}
-    args: Any = SimpleNamespace(**(usual | {"auto_find_batch_size": False} | setting))
+    args: Any = SimpleNamespace(
+        **(usual | {"auto_find_batch_size": False, "fsdp_config": None} | setting)
+    )
     with pytest.raises(RecordingError, match=cure):
         TransformersCallback(tmp_path / "run").on_train_begin(args, None, None)  # type: ignore[arg-type]
 

@@ -184,11 +184,15 @@ def _decoder(tokenizer: Any) -> Callable[[list[int]], str] | None:
 
 
 def _check(args: TrainingArguments) -> None:
+    sharding: Any = args.fsdp_config or {}
     problems = {
         f"{args.n_gpu} GPUs (DataParallel)": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES=0"),
         "torch_compile=True": (args.torch_compile, "use torch_compile=False"),
         "DeepSpeed": (bool(args.deepspeed), "leave deepspeed out"),
-        "FSDP": (bool(args.fsdp), "leave fsdp out"),
+        "fsdp= of version 1": (
+            bool(args.fsdp) and int(sharding.get("version", 2)) < 2,
+            "give fsdp_config={'version': 2}",
+        ),
         "auto_find_batch_size=True": (args.auto_find_batch_size, "give the batch size"),
     }
     for problem, (given, cure) in problems.items():
