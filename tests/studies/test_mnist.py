@@ -302,6 +302,7 @@ def test_an_interrupted_study_goes_on(
         study(data, tmp_path, replace(TINY, asked=3))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_network_that_is_never_wrong(data: Path, tmp_path: Path) -> None:
     write_images(tmp_path / "easy" / "mnist", 3, 90, noise=2)
     steps = replace(TINY.training, steps=300)
@@ -341,6 +342,7 @@ def test_from_the_shell(
     assert json.loads((report[1] / "study.json").read_text()) == found
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_cifar_from_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_cifar(tmp_path / "cifar10")
     brief = replace(TINY, training=replace(TINY.training, steps=3), seeds=1)

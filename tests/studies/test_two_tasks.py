@@ -248,6 +248,7 @@ def test_what_is_kept_holds_for_its_data_only(report: tuple[Report, Path], tmp_p
         study(tmp_path / "other", report[1])
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_where_nothing_is_learned_nothing_is_forgotten(data: Path, tmp_path: Path) -> None:
     still = replace(TINY, training=replace(TINY.training, rate=1e-7), ends=(14,), together=4)
     found = study(data, tmp_path, still, seeds=1)
