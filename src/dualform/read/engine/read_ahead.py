@@ -281,7 +281,7 @@ class _Reading:
     def _device_memory(self, size: int, bus: Bus) -> _Memory:
         """So many bytes of the GPU, as soon as some are handed back; copies wait for their mark."""
         memory = self._theres.get()
-        if size > len(memory.bytes) and not self._closed:
+        if (memory.free is None or size > len(memory.bytes)) and not self._closed:
             memory.bytes, memory.free = bus.device_memory(size), bus.computed()
         return memory
 
