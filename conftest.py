@@ -87,6 +87,7 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """What was left out is freed, or extension modules write at exit what they think has leaked."""
     gc.unfreeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
