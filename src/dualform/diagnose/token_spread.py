@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dualform.errors import AttentionError
 
-TOLERANCE = 1e-3
-"""`σ₁²` is known to this share of it."""
+TOLERANCE, OF_FLOAT64 = 1e-3, 1e-9
+"""`σ₁²` is known to this share of it; the second is of tokens in float64."""
 ROUNDS = (4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 192, 256)
 """After so many products it is looked whether that is reached."""
 PAIRED = 128
@@ -150,6 +150,7 @@ def _largest_eigenvalue(factors: Sequence[Tensor], total: Tensor) -> Tensor:
     found: list[Tensor] = []
     largest = torch.zeros(len(total), dtype=torch.float64)
     searched = total.isfinite().cpu()
+    tolerance = OF_FLOAT64 if total.dtype == torch.float64 else TOLERANCE
     for rounds in ROUNDS:
         while len(found) < 2 * rounds:
             w = reduce(torch.bmm, factors, v)
@@ -160,7 +161,7 @@ def _largest_eigenvalue(factors: Sequence[Tensor], total: Tensor) -> Tensor:
             before, v = v, w / beta.clamp_min(1e-30)
         both = torch.cat(found, 2)[:, 0].cpu().double()[searched]
         largest[searched], left = _top(both[:, ::2], both[:, 1::2])
-        searched[searched.clone()] = left > TOLERANCE * largest[searched]
+        searched[searched.clone()] = left > tolerance * largest[searched]
         if not bool(searched.any()):
             break
     return largest.to(total)

@@ -64,8 +64,8 @@ def rounded_products() -> Iterator[None]:
     """A GPU multiplies float32 matrices by the first 10 binary digits of each number: TF32.
 
     >>> with rounded_products():
-    ...     torch.backends.cuda.matmul.allow_tf32
-    True
+    ...     torch.backends.cuda.matmul.fp32_precision
+    'tf32'
     """
     with _products("tf32", True):
         yield
