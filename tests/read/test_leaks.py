@@ -31,6 +31,7 @@ def live_tensors() -> int:
 
 def left_by(call: Callable[[], Any], times: int) -> int:
     """How many tensors live on after so many calls; what the first one keeps for all is fair."""
+    gc.freeze()  # so that only what is made from here on is looked through
     call()
     before = live_tensors()
     for _ in range(times):

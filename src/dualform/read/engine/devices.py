@@ -52,8 +52,8 @@ def exact_products() -> Iterator[None]:
     """A GPU multiplies float32 matrices by all of their digits, and not by those of TF32.
 
     >>> with exact_products():
-    ...     torch.backends.cuda.matmul.allow_tf32
-    False
+    ...     torch.backends.cuda.matmul.fp32_precision  # from torch 2.9 on
+    'ieee'
     """
     with _products("ieee", False):
         yield
@@ -64,7 +64,7 @@ def rounded_products() -> Iterator[None]:
     """A GPU multiplies float32 matrices by the first 10 binary digits of each number: TF32.
 
     >>> with rounded_products():
-    ...     torch.backends.cuda.matmul.fp32_precision
+    ...     torch.backends.cuda.matmul.fp32_precision  # from torch 2.9 on
     'tf32'
     """
     with _products("tf32", True):
