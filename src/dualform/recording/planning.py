@@ -72,12 +72,10 @@ class PolicyCosts:
 class RunPlan:
     """What `dualform.plan` found: the costs of every policy, and which of them to take.
 
-    >>> import dualform, torch
-    >>> found = dualform.plan(torch.nn.Linear(8, 2), torch.randn(16, 8), steps=1000)
-    >>> found.recommended, found.policies["rows"].rows
-    ('rows', 16)
-    >>> found.policies["rows"].bytes > 1000 * 16 * (8 + 2) * 4
-    True
+    >>> costs = PolicyCosts("rows", 300, 2_000_000, 500_000, None, 0.02, 0, 10_000_000)
+    >>> found = RunPlan({"rows": costs}, "rows", "rows are cheap", plain_seconds=0.01)
+    >>> found.policies[found.recommended].rows
+    300
     """
 
     policies: Mapping[str, PolicyCosts]
