@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dualform.errors import NonFiniteError
-from dualform.ledger import Codec, Declaration, SampleTable, ShardBlock
+from dualform.ledger import Codec, Declaration, ShardBlock
 from dualform.ledger.codecs import Exact
-from dualform.ledger.ids import encode_ids
 from dualform.optimizers import BY_ROW, OBSERVED, UNTOUCHED
-from dualform.owners import BatchSamples
 from dualform.recording.accounts import (
     Evidence,
     accounts_of,
@@ -35,12 +32,11 @@ from dualform.recording.messages import Findings, Handover, Pages, RecordedStep,
 from dualform.recording.plan import Plan
 from dualform.recording.processes import Line
 from dualform.recording.reconcile import Reconciler, unlike
+from dualform.recording.sample_numbers import Arrays, SampleNumbers
 from dualform.recording.shards import Gathering, Kept, Piece
 from dualform.recording.streams import OpenStream
 from dualform.recording.transfer import HostMemory, to_host
 
-Arrays: TypeAlias = dict[str, list[Tensor]]
-"""What a block holds: for each name, parts of one array."""
 NOISY = "some of its gradients are zero but for rounding, which the optimizer magnifies"
 UNEXPLAINED = "its gradient is not the sum of the rows that were seen"
 OUTSIDE = "something other than the optimizer changed it between steps, or what shares its rows"
@@ -88,8 +84,7 @@ class Bookkeeper:
             return None, error, Findings()
         columns, span = self._plan.columns, handover.span
         remarks: tuple[str, ...] = ()
-        streams = [opened for opened, _ in handover.pages]
-        accounts = [books for books, _ in accounts_of(streams)]
+        accounts = [books for books, _ in accounts_of([opened for opened, _ in handover.pages])]
         entries = Entries(self._plan, steps[0].number)
         factors = torch.zeros(len(steps), len(columns), dtype=torch.float64)
         events = self._changed_between(steps, handover, accounts)
@@ -116,24 +111,36 @@ class Bookkeeper:
                 entries.add(account)
                 if self._line.rank == 0 and account.feeds:  # all processes have the same
                     entries.keep_accounts(account, in_bases)
-        kept = {**entries.arrays, **entries.residual_arrays(), **entries.accounts}
-        arrays = {name: [self.memory.copy(part) for part in parts] for name, parts in kept.items()}
         self._observed = {name for name, at in columns.items() if steps[-1].states[at] == OBSERVED}
         broken = self._broken & span.before.keys()
         if broken and error is None:
             steps = self._book_as_changes(broken, steps, span)
-        arrays |= self._samples.arrays(handover.pages, arrays)
+        block = self._block(steps, handover.pages, entries, factors, events)
+        return block, error, Findings(tuple(events), remarks)
+
+    def _block(
+        self,
+        steps: Sequence[RecordedStep],
+        pages: Pages,
+        entries: Entries,
+        factors: Tensor,
+        events: Sequence[tuple[Event, Note]],
+    ) -> ShardBlock:
+        """What is written of these steps."""
+        kept = {**entries.arrays, **entries.residual_arrays(), **entries.accounts}
+        arrays = {name: [self.memory.copy(part) for part in parts] for name, parts in kept.items()}
+        arrays |= self._samples.arrays(pages, arrays)
         arrays |= _step_arrays(steps, factors)
         steps = self._whole_changes(steps)
         if self._line.rank == 0:  # in all processes they are the same
             arrays |= _observed_arrays(steps)
         notes = [*(n for step in steps for n in step.notes), *(note for _, note in events)]
         as_json = [note._asdict() for note in notes if self._line.rank == 0]
+        streams = [opened for opened, _ in pages]
         declared = self._declare(streams, entries.codecs, arrays)
         repeating = frozenset(opened.stream.name for opened in streams if opened.repeats)
         span_of = (steps[0].number, steps[-1].number)
-        block = ShardBlock(*span_of, arrays, as_json, declared, repeating)
-        return block, error, Findings(tuple(events), remarks)
+        return ShardBlock(*span_of, arrays, as_json, declared, repeating)
 
     def _whole_changes(self, steps: Sequence[RecordedStep]) -> Sequence[RecordedStep]:
         """The steps with what is kept of whole books in process 0, where each process has parts."""
@@ -331,40 +338,6 @@ class Bookkeeper:
             )
             for at, step in enumerate(steps)
         ]
-
-
-class SampleNumbers:
-    """The numbers of samples in the ledger; those without ids are numbered as they come."""
-
-    def __init__(self, table: SampleTable) -> None:
-        self._table = table
-        self._numbers: dict[int, Tensor] = {}
-        """Of batches without ids, the numbers that their samples were given."""
-
-    def arrays(self, pages: Pages, rows: Arrays) -> Arrays:
-        """The samples of the batches that left rows, and the strings met for the first time."""
-        tables = [part for name, ps in rows.items() if name.endswith("/segments") for part in ps]
-        used = sorted({number for table in tables for number in table[:, 1].tolist()})
-        marks = [page.marks for _, written in pages for page in written]
-        batches = {samples.number: samples for filled in marks for _, samples in filled}
-        kept = [batches[number] for number in used]
-        self._numbers = {n: ids for n, ids in self._numbers.items() if n >= min(used, default=0)}
-        if not kept:
-            return {}
-        table = torch.tensor([(batch.number, batch.size) for batch in kept])
-        ids = torch.cat([self._ids(batch) for batch in kept])
-        found = {"batches": [table], "samples": [ids]}
-        new = self._table.take_new()
-        return {**found, "ids": [encode_ids(new)]} if new else found
-
-    def _ids(self, batch: BatchSamples) -> Tensor:
-        if batch.whole is not None:
-            return self._ids(batch.whole)[batch.places]
-        if batch.ids is not None:
-            return self._table.numbers(batch.ids)
-        if batch.number not in self._numbers:  # rows of one batch may be parts of several
-            self._numbers[batch.number] = self._table.count(batch.size)
-        return self._table.numbers(self._numbers[batch.number])
 
 
 def _bases(opened: OpenStream) -> list[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from dualform.optimizers import Rule
 from dualform.recording.bases import BookBases
 from dualform.recording.book_states import BookStates, Event
-from dualform.recording.bookkeeping import NOISY, Bookkeeper, SampleNumbers
+from dualform.recording.bookkeeping import NOISY, Bookkeeper
 from dualform.recording.delivery import Delivery
 from dualform.recording.first_check import FirstCheck
 from dualform.recording.guard import Guard
@@ -22,6 +22,7 @@ from dualform.recording.plan import Plan
 from dualform.recording.processes import Processes
 from dualform.recording.reconcile import Reconciler
 from dualform.recording.sample_ids import SampleIds
+from dualform.recording.sample_numbers import SampleNumbers
 from dualform.recording.schedule import Schedule
 from dualform.recording.shared_bases import SharedBases
 from dualform.recording.snapshots import Snapshots
